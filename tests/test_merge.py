@@ -380,11 +380,14 @@ def test_run_that_ended_worse_than_it_began_is_not_fine(
 
 def test_how_to_prompt_is_printed(trained, unsummed, tmp_path, capsys):
     """As training has rendered its rows, in one line before the verdict; nothing where that is the
-    template as it is."""
+    template as it is. Also from the key that earlier runs have."""
     run = shutil.copytree(trained, tmp_path / "run")
-    for i, kwargs in enumerate([{}, {"enable_thinking": False}]):
+    variables = {"enable_thinking": False}
+    cases = ("template_kwargs", {}), ("template_kwargs", variables), ("asked", variables)
+    for i, (key, kwargs) in enumerate(cases):
         config = json.loads((unsummed / "train_config.json").read_text())
-        config["asked"] = [{"answers": 4, "chat_template_kwargs": kwargs}]
+        del config["template_kwargs"]
+        config[key] = [{"answers": 4, "chat_template_kwargs": kwargs}]
         (run / "train_config.json").write_text(json.dumps(config))
         sign(run)
         capsys.readouterr()
@@ -392,9 +395,10 @@ def test_how_to_prompt_is_printed(trained, unsummed, tmp_path, capsys):
         merge_adapters.main(merge_command(run, tmp_path / f"out-{i}", *flags)[2:])
         line = capsys.readouterr().out.splitlines()[-2]
         begins = "serve with the template variables used in training: "
-        assert line.startswith(begins) == bool(kwargs)
-    assert "(messages, add_generation_prompt=True, enable_thinking=False)" in line
-    assert line.endswith('"chat_template_kwargs": {"enable_thinking": false}')
+        assert line.startswith(begins) == bool(kwargs), key
+        if kwargs:
+            assert "(messages, add_generation_prompt=True, enable_thinking=False)" in line
+            assert line.endswith('"chat_template_kwargs": {"enable_thinking": false}')
 
 
 def test_files(trained, merged):

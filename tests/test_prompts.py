@@ -207,7 +207,7 @@ def test_merged_model_answers_as_trained_when_asked_by_its_template(
     merge_adapters.main(["--adapter_dir", str(run), "--output_dir", str(tmp_path / "merged")])
     merged = capsys.readouterr().out
     described = json.loads((run / "train_config.json").read_text())
-    assert described["asked"] == [{"answers": 4, "chat_template_kwargs": variables}]
+    assert described["template_kwargs"] == [{"answers": 4, "chat_template_kwargs": variables}]
     for text in said, merged:
         assert (f'"chat_template_kwargs": {json.dumps(variables)}' in text) == bool(variables)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

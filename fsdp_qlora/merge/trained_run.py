@@ -74,11 +74,13 @@ def read_run(directory: Path) -> TrainedRun:
     has_own_template = bool(train_config["config"].get("chat_template"))
     token_ids = train_config.get("trainable_token_ids", [])
     tokenizer = found("tokenizer.json", "tokenizer_config.json")
+    # earlier runs have it as "asked", the earliest not at all
+    template_kwargs = train_config.get("template_kwargs", train_config.get("asked", []))
     return TrainedRun(
         base_model=train_config["base_model"], config=train_config["config"],
         quantization=train_config["quantization"], base_sha256=train_config["base_sha256"],
         template_kwargs={json.dumps(entry["chat_template_kwargs"]): entry["answers"]
-                         for entry in train_config.get("asked", [])},
+                         for entry in template_kwargs},
         token_ids=token_ids, merge_check_ids=train_config["probe_input_ids"],
         merge_check_file=directory / MERGE_CHECK_FILE, tokenizer_files=tokenizer,
         # with --trainable_tokens the tokenizer may have more tokens than the base's

@@ -173,8 +173,9 @@ def write_train_config(run: Run, user_config: Config, loaded: LoadResult,
         "world_size": dist.get_world_size(),
         "date": job.template_date,
         "trainable_token_ids": [*run.adapter.token_ids],
-        "asked": [{"answers": n, "chat_template_kwargs": json.loads(kwargs)}
-                  for kwargs, n in run.rows.template_kwargs.items()],  # see how_to_prompt()
+        # see how_to_prompt()
+        "template_kwargs": [{"answers": n, "chat_template_kwargs": json.loads(kwargs)}
+                            for kwargs, n in run.rows.template_kwargs.items()],
         "version": VERSION,
         "versions": versions,
         **kept,
