@@ -52,8 +52,8 @@ class TrainedRun:
 
 def read_run(directory: Path) -> TrainedRun:
     """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if
-    train_config.json, or a file of the adapter or of the merge check, has another SHA-256 than when
-    it was written, or if a merge does not support the run."""
+    train_config.json or checkpoint.json has changed, or a file whose SHA-256 one of them has, or if
+    a merge does not support the run."""
     path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
@@ -90,13 +90,14 @@ def read_run(directory: Path) -> TrainedRun:
 
 
 def check_digests(directory: Path, path: Path, train_config: dict[str, Any]) -> None:
-    """Raise ValueError if `train_config`, read from train_config.json at `path`, or a file of the
-    adapter in `directory` has another SHA-256 than when it was written."""
+    """Raise ValueError if `train_config`, read from train_config.json at `path`, has changed since
+    it was written, or a file in `directory` whose SHA-256 it has, or that checkpoint.json has."""
     changed = "has another SHA-256 than when it was written"
-    train_config = {**train_config}
-    # removed before the digest: they were added after it, when the run ended
-    files = {directory / name: train_config.pop(key, None) for key, name in DIGESTED_FILES.items()}
-    if train_config.pop("sha256", None) != json_digest(train_config):
+    files = {directory / name: train_config.get(key) for key, name in DIGESTED_FILES.items()}
+    # without the digests of files, which were added when the run ended
+    digested = {key: value for key, value in train_config.items()
+                if key != "sha256" and key not in DIGESTED_FILES}
+    if train_config.get("sha256") != json_digest(digested):
         raise ValueError(f"{path}: {changed}")
     if (checkpoint := directory / "checkpoint.json").exists():
         state = read_json(checkpoint)
