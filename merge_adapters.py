@@ -35,10 +35,10 @@ effect on the logits:
 
 With --base_model, as in the third command, it merges adapters without train_config.json: those of
 minimal_fsdp_qlora.py and of PEFT. It assumes, and cannot check, that they were trained on this
-base, quantized from bf16 to NF4 with double quantization; transformers' defaults are FP4, without
-it. All linears that load_in_4bit quantizes become W (in a multimodal model those outside the text
-model only if one of them has an adapter), all other tensors are rounded to bf16, and nothing is
-compared.
+base, quantized from bf16 to NF4 with double quantization; transformers' default is FP4 without it.
+All linears that load_in_4bit quantizes become W (in a multimodal model those outside the text model
+only if one of them has an adapter), all other tensors become bf16 (int64 stays as it is), and
+nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
@@ -79,7 +79,7 @@ from tqdm import tqdm
 from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_header, write_tensor
 from fsdp_qlora.log import print_error
-from fsdp_qlora.lora.peft_files import StoredAdapter
+from fsdp_qlora.lora.peft_files import WeightAdapter
 from fsdp_qlora.merge.base_for_merge import BaseForMerge
 from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
 from fsdp_qlora.merge.merged_layout import replace_rows
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the flags. Raises ValueError where argparse would exit."""
+    """Return the flags. Raises ValueError for wrong ones, where argparse would exit with 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
 
     def fail(message: str) -> NoReturn:
@@ -196,7 +196,7 @@ def log_base(base: BaseForMerge, n_adapted: int) -> None:
 
 
 def write_merged(directory: Path, output: Path, base: BaseForMerge,
-                 adapters: dict[str, StoredAdapter], run: TrainedRun, device: str) -> None:
+                 adapters: dict[str, WeightAdapter], run: TrainedRun, device: str) -> None:
     """Write the merged model into `directory`, one tensor after the other, in files like the
     base's. Raises ValueError if the disk has no room. `output`: what the user calls the directory.
     """
@@ -216,7 +216,7 @@ def write_merged(directory: Path, output: Path, base: BaseForMerge,
     print(f"wrote {n_tensors} tensors, {gib:.3f} GiB")
 
 
-def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
+def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, WeightAdapter],
                   device: str) -> torch.Tensor:
     """Return one tensor of the merged model, on the CPU."""
     if name in base.merged_layout.linears_in:  # one or several linears that were in 4 bits
@@ -231,7 +231,7 @@ def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapt
     return require_finite(merged.to("cpu", dtype), f"{path}: what {name} becomes")
 
 
-def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdapter],
+def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, WeightAdapter],
                    device: str) -> torch.Tensor:
     """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
@@ -239,8 +239,9 @@ def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, StoredAdap
     merged = torch.empty(shape, dtype=dtype)
     for linear, place in base.merged_layout.linears_in[name].items():
         weight = frozen_weight(base.values(linear, device), linear, base)  # [out, in]
-        if adapter := adapters.get(linear):  # read A, B and, with DoRA, the magnitudes
-            weight = add_adapter(weight, adapter.scaling, *adapter.tensors(device))
+        if adapter := adapters.get(linear):
+            lora_a, lora_b, *magnitude = adapter.tensors(device)  # the magnitudes: only with DoRA
+            weight = add_adapter(weight, adapter.scaling, lora_a, lora_b, *magnitude)
         # into the linear's part of `merged`, a view [out, in]
         place.weight_in(merged).copy_(weight.bfloat16())
     return merged
@@ -268,7 +269,7 @@ def add_adapter(
 
 
 def merged_table(
-    name: str, base: BaseForMerge, adapter: StoredAdapter, device: str
+    name: str, base: BaseForMerge, adapter: WeightAdapter, device: str
 ) -> torch.Tensor:
     """Return the embedding or the lm_head with the trained rows of base.token_ids."""
     (n_rows, _), _ = base.merged_layout.shapes[name]

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Fine-tune a language model by QLoRA on several GPUs: the whole job, in one file to copy and edit.
 
-It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash Attention 2 if that
-is installed, shards the model by a hand-written FSDP2 policy, and trains LoRA in a PagedAdamW8bit
-loop. The model comes from transformers, the 4-bit linears from bitsandbytes, the adapter from PEFT.
+It initializes NCCL, loads the model in NF4 with bf16 quant_storage, uses Flash Attention 2 if it is
+installed and the model allows it, shards the model by a hand-written FSDP2 policy, and trains LoRA
+in a PagedAdamW8bit loop. The model comes from transformers, the 4-bit linears from bitsandbytes,
+the adapter from PEFT.
 
     pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
@@ -13,7 +14,8 @@ loop. The model comes from transformers, the 4-bit linears from bitsandbytes, th
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
-It trains dense text models of transformers (Llama, Qwen3, Gemma 3, ...), but no MoE models.
+It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text. It refuses MoE
+models, and Gemma 4 E2B and E4B.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
 24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
@@ -115,8 +117,8 @@ class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
     Every field must be a tensor with one value per token, because read_rows() truncates fields at
-    --max_seq_len. To weight the loss, add a field `weights`, fp32 [tokens], even if all tokens of
-    an answer have the same weight.
+    --max_seq_len. To weight the loss, add a field `weights`, fp32 [tokens], also where a whole
+    answer has one weight.
     """
 
     ids: Tensor  # [tokens]
@@ -158,7 +160,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--output_dir", required=True, help="where the adapter goes")
     parser.add_argument("--eval_dataset", help="JSONL file like --dataset; its loss is computed"
                         " before the first step and after each save")
-    parser.add_argument("--num_epochs", type=float, default=1.0, help="passes over the data")
+    parser.add_argument("--num_epochs", type=float, default=1.0,
+                        help="passes over the data, rounded to whole optimizer steps")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, of all GPUs together")
@@ -300,12 +303,15 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Flash Attention 2 if it is installed, else the model's default in transformers, which
-    mostly is PyTorch's SDPA."""
+    """Use Flash Attention 2 if it is installed and the model allows it, else the model's default in
+    transformers, which mostly is PyTorch's SDPA."""
+    widest_head = max(getattr(m, "head_dim", None) or 0 for m in model.modules())
     if device.type != "cuda":
         reason = "no GPU"
     elif not model._supports_flash_attn:
         reason = "this model has no Flash Attention in transformers"
+    elif widest_head > 256:  # as in the text model of Gemma 4
+        reason = f"Flash Attention 2 has no heads of {widest_head} values"
     elif not is_flash_attn_2_available():
         reason = "flash-attn is not installed; it would speed up models with sliding windows"
     else:
@@ -392,16 +398,17 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
         if ".lora_" not in name and bare_name(name) not in handles:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
     # remove_duplicate=False names a tied lm_head, too: some files store it
-    used = {bare_name(name) for tensors in (causal_lm.named_parameters, causal_lm.named_buffers)
-            for name, _ in tensors(remove_duplicate=False)}
+    used = {bare_name(name) for name, _ in (
+        *causal_lm.named_parameters(remove_duplicate=False),
+        *causal_lm.named_buffers(remove_duplicate=False))}
     if unused := sorted(set(handles) - used):
         log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
 
 
 def bare_name(name: str) -> str:
-    """Return a tensor's name without PEFT's ".base_layer", and without leading "model." and
-    "language_model.", which a model's class may have and its files lack, or the other way round:
+    """Return a tensor's name without PEFT's ".base_layer", and without any leading "model." and
+    "language_model.": a model's class and its files may differ in these prefixes. So
     language_model.model.layers.0 and model.language_model.layers.0 both become layers.0. A leading
     dot is removed, too: load_module() makes one for the outermost module, whose own name is ""."""
     return re.sub(r"^\.?((model|language_model)\.)*", "", name.replace(".base_layer", ""))
@@ -591,8 +598,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
     batch = [no_loss] * (-len(batch) % world_size) + batch
     while batch:
         longest = len(batch[-1].ids)
-        # max(): at least one, even if an edit lets in a row longer than
-        # micro_batch_size * max_seq_len
+        # max(): at least one row, even if an edit no longer truncates
         n_rows = max(1, (args.micro_batch_size * args.max_seq_len) // longest)  # of each rank
         yield batch[-n_rows * world_size :][rank::world_size]
         del batch[-n_rows * world_size :]
@@ -859,7 +865,8 @@ def read_rows(
 
 def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
     """Return the rows of all steps, --batch_size of them for each step, as references to `rows`.
-    Each epoch is in an order of its own."""
+    Each epoch is in an order of its own. --num_epochs is rounded to whole steps: of few rows some
+    may be left out, or trained once more; the log has the epochs."""
     n_steps = args.max_steps or max(1, round(args.num_epochs * len(rows) / args.batch_size))
     n_rows = n_steps * args.batch_size
     log(f"training: {n_steps:,} steps, {n_rows / len(rows):.2f} epochs of these rows")

@@ -26,7 +26,8 @@ from rows import CHATML, SWITCHED, UNCLOSED
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast)
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast)
+from transformers.utils import is_flash_attn_2_available
 
 import merge_adapters
 import minimal_fsdp_qlora
@@ -796,6 +797,20 @@ def test_text_has_bos_and_eos_once(base):
     assert ids.count(tokenizer.eos_token_id) == 1 == ids.count(tokenizer.bos_token_id)
     for empty in "", " \n":  # EOS alone would train the model to stop at once
         assert minimal_fsdp_qlora.encode({"text": empty}, tokenizer) == []
+
+
+@pytest.mark.parametrize("width, reason", [
+    (512, "Flash Attention 2 has no heads of 512 values"), (64, "flash-attn is not installed")])
+def test_heads_too_wide_for_flash_attention_use_the_models_default(width, reason, capsys):
+    """As those of Gemma 4's text model, whose class in transformers allows it."""
+    settings = {**SIZES, **FAMILIES["gemma4_text"], "global_head_dim": width}
+    with torch.device("meta"), one_process():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **settings))
+        assert model._supports_flash_attn
+        if is_flash_attn_2_available() and width == 64:
+            pytest.skip("flash-attn is installed")
+        minimal_fsdp_qlora.choose_attention(model, torch.device("cuda"))
+    assert f"attention: sdpa ({reason}" in capsys.readouterr().out
 
 
 def test_messages_need_a_chat_template(base):

@@ -23,7 +23,7 @@ IGNORE_INDEX = -100  # the label of a token that is not in the loss
 # The keys that have a meaning in TRL, Axolotl, LLaMA-Factory or OpenAI's format. If an example has
 # such a key and its format does not use it, the run ends. All other keys, and required keys of
 # other formats, are logged and ignored.
-CHAT_KEYS = ("system", "tools", "chat_template_kwargs")
+TEMPLATE_KEYS = ("system", "tools", "chat_template_kwargs")
 MASK_KEYS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 COMPLETION = ("prompt", "completion")
 INSTRUCTIONS = (("instruction", "output"), ("instruction", "response"))
@@ -33,8 +33,8 @@ QUESTIONS = (
 # {keys of the format: optional keys}; an example has the first format whose keys it has
 EXAMPLE_FORMATS = {
     ("input_ids",): MASK_KEYS,
-    **dict.fromkeys((("messages",), ("conversations",), COMPLETION), CHAT_KEYS),
-    **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *CHAT_KEYS)),
+    **dict.fromkeys((("messages",), ("conversations",), COMPLETION), TEMPLATE_KEYS),
+    **dict.fromkeys((*INSTRUCTIONS, *QUESTIONS), ("input", "history", *TEMPLATE_KEYS)),
     ("segments",): (), ("text",): ()}
 # {key of a question: key of its answer in the first of EXAMPLE_FORMATS that has this question}
 ANSWERS = {
@@ -216,7 +216,7 @@ def likely_names(example: dict[str, Any], first: str, seconds: list[str]) -> dic
     near = {key: near_key(key, value) for key, value in example.items() if "=" not in key}
     if any({*near.values()} >= set(format) for format in EXAMPLE_FORMATS):
         return {key: name for key, name in near.items() if name not in ("", key)}
-    lists = {key: name for key in near if (name := name_of_list(example[key]))}
+    lists = {key: known_key for key in near if (known_key := key_of_list(example[key]))}
     if first == "prompt" and len(lists) == 2 and first in lists:
         return {key: "completion" for key in lists if key != first}
     if lists:
@@ -243,12 +243,12 @@ def near_key(key: str, value: Any) -> str:
     of_formats = dict.fromkeys([key for format in EXAMPLE_FORMATS for key in format])
     known = [*of_formats, *OPTIONAL_KEYS, *SYNONYMS]
     close = [key] if key in known else difflib.get_close_matches(key.strip().lower(), known, 1, 0.8)
-    if not close or (close[0] in LIST_KEYS) == (name_of_list(value) == ""):
+    if not close or (close[0] in LIST_KEYS) == (key_of_list(value) == ""):
         return ""
     return close[0]
 
 
-def name_of_list(value: Any) -> str:
+def key_of_list(value: Any) -> str:
     """Return the key of a format that has such a list; "" if none has."""
     value = read_value(value) if isinstance(value, str) else value
     first = value[0] if isinstance(value, list) and value else None

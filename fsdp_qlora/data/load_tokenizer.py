@@ -70,7 +70,7 @@ def make_tokenizer(directory: Path, model: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"{directory}: its tokenizer has no fast version (tokenizer.json)")
     compared = "cannot be compared with it"
     if found[0] == "tokenizer.model" and (model_file := read_sentencepiece(directory / found[0])):
-        tokenizer = like_sentencepiece(directory, tokenizer, model_file)
+        tokenizer = match_sentencepiece(directory, tokenizer, model_file)
         compared = "was compared with sentencepiece"
     if tokenizer.eos_token is None:
         raise ValueError(f"{directory}: {found[0]} does not say which token is EOS, so generation"
@@ -91,17 +91,17 @@ def read_sentencepiece(path: Path) -> Any:
     return None
 
 
-def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
+def match_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
                        model_file: Any) -> PreTrainedTokenizerFast:
     """Return the tokenizer if its tokens match the directory's tokenizer.model, else the tokenizer
     that PreTrainedTokenizerFast makes from that file. Raises ValueError if neither matches. The
     classes that tokenizer_config.json names leave out a space before a text that begins with one.
     """
-    if other_than_sentencepiece(tokenizer, model_file) is None:
+    if sentencepiece_difference(tokenizer, model_file) is None:
         return tokenizer
     with errors_about(f"{directory}: its tokenizer cannot be loaded"):
         general = PreTrainedTokenizerFast.from_pretrained(directory)
-    if (text := other_than_sentencepiece(general, model_file)) is None:
+    if (text := sentencepiece_difference(general, model_file)) is None:
         return general
     got, want = plain_tokens(general, text), model_file.encode(text)
     is_legacy = read_json(directory / "tokenizer_config.json", {}).get("legacy", True)
@@ -114,7 +114,7 @@ def like_sentencepiece(directory: Path, tokenizer: PreTrainedTokenizerFast,
         + ", or put a tokenizer.json there that makes the same")
 
 
-def other_than_sentencepiece(tokenizer: PreTrainedTokenizerFast, model_file: Any) -> str | None:
+def sentencepiece_difference(tokenizer: PreTrainedTokenizerFast, model_file: Any) -> str | None:
     """Return one of PROBES, or a text with a special token, for which the tokenizer and the
     sentencepiece model differ; None if there is none. After a special token, which sentencepiece
     does not know, both continuations are accepted, with a space and without."""

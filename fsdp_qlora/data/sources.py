@@ -41,7 +41,7 @@ NOT_UTF_8 = "is not UTF-8 (perhaps cp1252): save the file as UTF-8"
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev",
           "test": "test|testing|eval|evaluation"}  # {split: its names in files and directories}
 SPLIT_WORDS = "|".join(SPLITS.values())
-NO_DATA = re.compile("|".join((  # names of files in a data directory that are not data
+NON_DATA_NAMES = re.compile("|".join((  # names of files in a data directory that are not data
     # texts about the data
     r"(readme|licen[cs]e|copying|notice|authors|contributing|citation|change(s|log)|requirements)"
     r"([^a-z].*)?\.(txt|csv|tsv)(\.gz)?",
@@ -177,7 +177,7 @@ def find_files(path: Path, split: str | None, is_silent: bool) -> list[Path]:
             below = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in below.parts)
             if not is_hidden and not any((path / p / ".lock").exists() for p in below.parents):
-                (aside if any(map(NO_DATA.fullmatch, below.parts)) else files).append(file)
+                (aside if any(map(NON_DATA_NAMES.fullmatch, below.parts)) else files).append(file)
     kinds = {file_suffix(file) for file in files}
     if kinds - {".txt"}:  # next to data of another kind, text files describe the data
         aside += [file for file in files if file_suffix(file) == ".txt"]

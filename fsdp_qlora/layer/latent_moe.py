@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_qlora.layer.call import LayerCall
 from fsdp_qlora.layer.linears import FusedLinear
 from fsdp_qlora.layer.lora_matmul import (
-    fill_lora_hidden, filled_matmul, lora_matmul, lora_matmul_backward, widen)
+    fill_lora_hidden, matmul_with_lora_hidden, lora_matmul, lora_matmul_backward, widen)
 from fsdp_qlora.layer.saved import SavedMoE
 
 
@@ -44,7 +44,7 @@ class ExpertLatent:
         fill_lora_hidden(call, self.out_proj, inputs)
         if self.out_proj.lora_width:
             saved.latent_out_inputs = inputs
-        return filled_matmul(call, self.out_proj, inputs) if wants_output else None
+        return matmul_with_lora_hidden(call, self.out_proj, inputs) if wants_output else None
 
     def project_out_backward(
         self, call: LayerCall, saved: SavedMoE, grad: Tensor

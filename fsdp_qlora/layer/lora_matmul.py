@@ -51,11 +51,11 @@ def lora_matmul(
     a copy of lora_hidden and its padding [n, padded_lora_width], for lora_matmul_backward(). Fills
     the last columns of inputs [n, input_width]."""
     fill_lora_hidden(call, fused, inputs)
-    out = filled_matmul(call, fused, inputs) if wants_output else None
+    out = matmul_with_lora_hidden(call, fused, inputs) if wants_output else None
     return out, inputs[:, fused.in_features :].clone()
 
 
-def filled_matmul(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
+def matmul_with_lora_hidden(call: LayerCall, fused: FusedLinear, inputs: Tensor) -> Tensor:
     """Return lora_matmul()'s outputs [n, out], from inputs [n, input_width] with lora_hidden in
     the last columns."""
     if len(fused.splits) == 1:

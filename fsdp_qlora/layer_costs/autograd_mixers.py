@@ -22,7 +22,7 @@ class AutogradCosts:
 
     @property
     def _costs(self) -> FunctionCosts:
-        return MIXER_COSTS[type(self.mixer.mixer_spec)]
+        return FUNCTION_COSTS[type(self.mixer.mixer_spec)]
 
     @property
     def saves_projected(self) -> bool:
@@ -114,7 +114,7 @@ def mamba2_elementwise_values(spec: Mamba2Spec, hidden: int) -> int:
     return 10 * (widths["x"] + widths["B"] + widths["C"]) + 12 * widths["x"] + 30 * head_values
 
 
-MIXER_COSTS: dict[type, FunctionCosts] = {
+FUNCTION_COSTS: dict[type, FunctionCosts] = {
     # saved: projected, b * x, conv's result, and that result times c
     ShortConvSpec: FunctionCosts(
         lambda spec, hidden: 6 * hidden, lambda spec, hidden: 7 * hidden,

@@ -114,7 +114,7 @@ def check_settings(path: Path, settings: Mapping[str, Any], wanted: Mapping[str,
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredAdapter:
+class WeightAdapter:
     """What PEFT's files have for one weight: a linear's A and B, or a table's trained rows."""
 
     read: Callable[[str, str], torch.Tensor]  # (name, device) -> a tensor of the file
@@ -126,17 +126,17 @@ class StoredAdapter:
         return [self.read(part.name, device)[part.index] for part in self.slices]
 
 
-def stored_adapters(
+def weight_adapters(
     directory: Path, stored: Mapping[str, StoredTensor], scaling: float,
     slices: Mapping[str, list[AdapterSlice]]
-) -> dict[str, StoredAdapter]:
-    """Return {name of a weight: its StoredAdapter} for a merge, from each weight's list of
+) -> dict[str, WeightAdapter]:
+    """Return {name of a weight: its WeightAdapter} for a merge, from each weight's list of
     AdapterSlice and open_adapter()'s result. Raises ValueError for an untrained adapter."""
     if not any(read_tensor(x, name).any() for name, x in stored.items() if "lora_B" in name):
         raise ValueError(f"{directory / ADAPTER_WEIGHTS}: is empty or untrained: lora_B is all 0")
     # 4: experts' A and B, of gate_up and of down; each tensor may contain those of all experts
     read = functools.lru_cache(4)(lambda name, device: read_tensor(stored[name], name, device))
-    return {name: StoredAdapter(read, parts, scaling) for name, parts in slices.items()}
+    return {name: WeightAdapter(read, parts, scaling) for name, parts in slices.items()}
 
 
 def write_adapter(directory: Path, weights: dict[str, torch.Tensor],

@@ -14,7 +14,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.tensor_names import renamed
 
 
-ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
+ADAPTER_LABELS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA"}  # in the log
 
 
 def adaptable_linears(arch: Architecture) -> list[str]:
@@ -55,7 +55,7 @@ def resolve_adapter(
         raise ValueError("--trainable_tokens: PEFT 0.21 ignores the bias of an lm_head with trained"
                          f" rows ({arch.family}): drop the flag")
     requested = requested_targets(arch, config)
-    log(f"adapter: {ADAPTER_NAMES[config.adapter]}, rank {config.lora_rank}, alpha"
+    log(f"adapter: {ADAPTER_LABELS[config.adapter]}, rank {config.lora_rank}, alpha"
         f" {config.lora_alpha}, on {' '.join(requested)}")
     adapted = adapted_linears(arch, config.target_modules)
     check_lora_rank(arch, config.lora_rank, adapted)

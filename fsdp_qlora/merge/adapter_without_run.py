@@ -18,13 +18,13 @@ from torch import nn
 from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.files import ADAPTER_FILES, read_json
-from fsdp_qlora.lora.peft_files import StoredAdapter, open_adapter, stored_adapters
+from fsdp_qlora.lora.peft_files import WeightAdapter, open_adapter, weight_adapters
 from fsdp_qlora.lora.peft_names import AdapterSlice, linear_adapter_shapes
 from fsdp_qlora.merge.base_for_merge import BaseForMerge, auto_class
 from fsdp_qlora.merge.merged_layout import MergedLayout, find_linears, in_file_order, merged_dtype
 from fsdp_qlora.merge.trained_run import TrainedRun
 from fsdp_qlora.pretrained.family_specs import LinearShape
-from fsdp_qlora.pretrained.from_config import stored_format
+from fsdp_qlora.pretrained.from_config import quantization_config_of
 from fsdp_qlora.pretrained.model_directory import find_model
 from fsdp_qlora.pretrained.reader import FLOATS, StoredTensor, read_header, stored_tensors
 from fsdp_qlora.pretrained.tensor_names import TensorNames
@@ -32,7 +32,7 @@ from fsdp_qlora.pretrained.tensor_names import TensorNames
 
 def open_adapter_without_run(
     adapter_dir: Path, base_model: str
-) -> tuple[TrainedRun, BaseForMerge, dict[str, StoredAdapter]]:
+) -> tuple[TrainedRun, BaseForMerge, dict[str, WeightAdapter]]:
     """open_run() for an adapter without train_config.json: return the run, the base and the
     adapters for a merge that cannot be checked. That transformers loaded the base with
     load_in_4bit, from bf16, is taken on trust."""
@@ -42,7 +42,7 @@ def open_adapter_without_run(
     directory = find_model(base_model, "weights", "--base_model")
     with errors_about(f"--base_model {directory}"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        if stored_format(config):
+        if quantization_config_of(config):
             raise ValueError("is quantized already")
     model_class, stored = auto_class(config), stored_tensors(directory)
     print(f"warning: {adapter_dir} has no train_config.json, so it is assumed that it was"
@@ -62,7 +62,7 @@ def open_adapter_without_run(
     adapter_tensors = open_adapter(adapter_dir, lora, shapes, "this merge")
     adapter_type = "rslora" if lora.use_rslora else "lora"  # for the scaling: DoRA's is LoRA's
     scaling = AdapterSettings(lora.r, lora.lora_alpha, adapter_type).scaling
-    adapters = stored_adapters(adapter_dir, adapter_tensors, scaling, slices)
+    adapters = weight_adapters(adapter_dir, adapter_tensors, scaling, slices)
     base = base_in_16_bits(directory, stored, linears, model_class)
     run = TrainedRun(base_model=str(directory), template_file=template_beside(adapter_dir))
     return run, base, adapters

@@ -64,7 +64,7 @@ def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[i
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
            "the base, the device or a version may differ from those in training")
-    if not arch.moe:  # transformers 5 loads no experts in 4 bits, so PEFT has no base for an MoE's
+    if not arch.moe:  # transformers 5 loads no experts in 4 bits: PEFT has no base for these
         why += "; to use the adapter without merging it, see docs/serving.md"
     if not error <= FAILED_ERROR:  # or NaN
         raise ValueError("the merged model does not match the trained one, it differs by"

@@ -61,6 +61,7 @@ def add_other_parts(names: TensorNames, stored: dict[str, StoredTensor]) -> None
 
 def make_merged_layout(
     stored: dict[str, StoredTensor], names: TensorNames, nf4_states: dict[str, Any],
+    vocab_size: int
 ) -> MergedLayout:
     """Return the layout of the model that is merged from these tensors. Experts in MXFP4 become
     [experts, in, out], the form of gpt-oss, the only family with MXFP4."""
@@ -71,6 +72,8 @@ def make_merged_layout(
         if name not in used:
             continue
         shape = names.shapes.get(name, tensor.shape)  # not the stored one, which in NF4 is bytes
+        if name in (names.embedding, names.lm_head):  # more rows, if tokens were added
+            shape = vocab_size, shape[1]
         if name.startswith(names.layer_prefix):  # several tensors of INT4 or MXFP4 become one
             if name.endswith(("_scales", INT4_SHAPE)):
                 continue
@@ -84,7 +87,7 @@ def make_merged_layout(
         # training used these in fp32, so they stay in fp32; transformers also keeps some of them in
         # fp32, such as a router's correction, and rounds the others itself
         stays_fp32 = (name in names.small_tensors and name not in nf4_states
-                    and tensor.dtype == "F32")
+                      and tensor.dtype == "F32")
         shapes[name] = shape, torch.float32 if stays_fp32 else merged_dtype(tensor)
         paths[name] = tensor.path
     return MergedLayout(shapes, paths, find_linears(names))

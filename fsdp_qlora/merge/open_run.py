@@ -12,7 +12,7 @@ import transformers
 from fsdp_qlora.adapter_settings import AdapterSettings
 from fsdp_qlora.errors import errors_about
 from fsdp_qlora.lora.peft_files import (
-    StoredAdapter, open_own_adapter, stored_adapters, with_adapter_form)
+    WeightAdapter, open_own_adapter, weight_adapters, with_adapter_form)
 from fsdp_qlora.lora.peft_names import adapter_shapes, token_row_names
 from fsdp_qlora.lora.targets import adapted_linears
 from fsdp_qlora.merge.adapter_without_run import open_adapter_without_run
@@ -30,15 +30,16 @@ from fsdp_qlora.pretrained.tensor_names import tensor_names
 
 def open_run(
     adapter_dir: Path, base_model: str | None, allow_other_base: bool
-) -> tuple[TrainedRun, BaseForMerge, dict[str, StoredAdapter]]:
+) -> tuple[TrainedRun, BaseForMerge, dict[str, WeightAdapter]]:
     """Return the run that trained the adapter, its base model, and {name of a linear, or of a table
     with trained rows: its adapter}. Raises ValueError unless they belong together. `base_model`:
     None for the run's."""
     if base_model and not find_train_config(adapter_dir).is_file():
         return open_adapter_without_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
-    # of the tensors in training; each is compared when the tensor is read. What training read in
-    # parts and a merge copies whole, Sarvam's bias of q, k and v, has only base_digest()'s samples
+    # of the tensors as training read them, each compared when the merge reads it. All others have
+    # only base_digest()'s samples: what training does not read (a vision tower), and what it read
+    # in parts and a merge copies whole (Sarvam's bias of q, k and v; OLMo-Hybrid's convolutions)
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
     base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
     check_base(base, run, allow_other_base)
@@ -55,6 +56,8 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
     with errors_about(f"base model {directory}"):
         model_config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         arch = make_architecture(model_config)
+        if token_ids:  # the merged vocabulary, embedding and lm_head are large enough for them
+            arch = arch.with_token(max(token_ids))
         stored = stored_tensors(directory)
         names = tensor_names(arch, stored)
         nf4_states = check_files(stored, names, model_config, dtype)
@@ -63,12 +66,7 @@ def read_base(name: str, quantization: dict[str, Any], checksums: dict[str, str]
                              " Name that one with --base_model")
         if is_multimodal(model_config):
             add_other_parts(names, stored)
-        layout = make_merged_layout(stored, names, nf4_states)
-    if token_ids:  # the merged vocabulary, embedding and lm_head are large enough for them
-        arch = arch.with_token(max(token_ids))
-        for table in {names.embedding, names.lm_head} & layout.shapes.keys():
-            (_, hidden), table_dtype = layout.shapes[table]
-            layout.shapes[table] = (arch.vocab_size, hidden), table_dtype
+        layout = make_merged_layout(stored, names, nf4_states, arch.vocab_size)
     return BaseForMerge(
         directory=directory, stored=stored, names=names, nf4_states=nf4_states,
         merged_layout=layout, auto_class=auto_class(model_config),
@@ -91,27 +89,27 @@ def check_base(base: BaseForMerge, run: TrainedRun, allow_other: bool) -> None:
 
 def adapters_of_run(
     adapter_dir: Path, run: TrainedRun, base: BaseForMerge
-) -> dict[str, StoredAdapter]:
+) -> dict[str, WeightAdapter]:
     """Return {name of a linear, or of a table with trained rows: its adapter}. Raises ValueError
     unless the files are those of the run."""
-    settings = AdapterSettings(*(run.config[key] for key in ("lora_rank", "lora_alpha", "adapter")))
+    config = run.config
+    settings = AdapterSettings(config["lora_rank"], config["lora_alpha"], config["adapter"])
     assert base.arch, "the base of a run has one"
     arch = with_adapter_form(base.arch, adapter_dir)
-    adapted = {*adapted_linears(arch, run.config["target_modules"])}
-    # {name of a weight: peft_name()s of its adapter's tensors, or the name of its trained rows}
-    parts = {}
-    for (layer, linear), shapes in adapter_shapes(arch, settings, adapted).items():
-        parts[base.names.of_layer(layer, f"{linear}.weight")] = [*shapes]  # the names alone
+    adapted = {*adapted_linears(arch, config["target_modules"])}
+    # {name of a weight: the keys in `slices`, below, of its A, B and magnitudes, or of its rows}
+    keys_of = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes]
+               for (layer, linear), shapes in adapter_shapes(arch, settings, adapted).items()}
     if base.token_ids:
-        parts |= token_row_parts(base, arch)
+        keys_of |= token_row_keys(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
     # one scaling for all: an alpha_pattern of experts has the factor of their rank_pattern
-    return stored_adapters(adapter_dir, stored, settings.scaling, {
-        weight: [slices[name] for name in names] for weight, names in parts.items()})
+    return weight_adapters(adapter_dir, stored, settings.scaling, {
+        weight: [slices[key] for key in keys] for weight, keys in keys_of.items()})
 
 
-def token_row_parts(base: BaseForMerge, arch: Architecture) -> dict[str, list[str]]:
+def token_row_keys(base: BaseForMerge, arch: Architecture) -> dict[str, list[str]]:
     """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
     names = base.names
     tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))

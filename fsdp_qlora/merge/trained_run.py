@@ -27,7 +27,9 @@ class TrainedRun:
 
     # values in train_config.json
     base_model: str
+    # the flags; a merge reads lora_rank, lora_alpha, adapter and target_modules
     config: dict[str, Any] = field(default_factory=dict)
+    # a merge reads device, prequantized, quantized_from_dtype and tensor_sums
     quantization: dict[str, Any] = field(default_factory=dict)
     base_sha256: str | None = None
     # {JSON of chat template variables: number of answers that were rendered with them}
@@ -51,9 +53,9 @@ class TrainedRun:
 
 
 def read_run(directory: Path) -> TrainedRun:
-    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if
-    train_config.json or checkpoint.json has changed, or a file whose SHA-256 one of them has, or if
-    a merge does not support the run."""
+    """Return the run in a directory, or the run that contains a checkpoint. Raises ValueError if a
+    file is missing; if train_config.json, checkpoint.json or a file whose SHA-256 one of them has
+    was changed; or if a merge does not support the run."""
     path = find_train_config(directory)
     needed = [path, *(directory / name for name in (*ADAPTER_FILES, MERGE_CHECK_FILE))]
     missing = [p.name for p in needed if not p.is_file()]
@@ -90,8 +92,8 @@ def read_run(directory: Path) -> TrainedRun:
 
 
 def check_digests(directory: Path, path: Path, train_config: dict[str, Any]) -> None:
-    """Raise ValueError if `train_config`, read from train_config.json at `path`, has changed since
-    it was written, or a file in `directory` whose SHA-256 it has, or that checkpoint.json has."""
+    """Raise ValueError if train_config.json (`train_config`, read from `path`) or checkpoint.json
+    has changed since it was written, or a file in `directory` whose SHA-256 one of them has."""
     changed = "has another SHA-256 than when it was written"
     files = {directory / name: train_config.get(key) for key, name in DIGESTED_FILES.items()}
     # without the digests of files, which were added when the run ended

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fsdp_qlora.log import log
-from fsdp_qlora.pretrained.from_config import stored_format, text_config
+from fsdp_qlora.pretrained.from_config import quantization_config_of, text_config
 from fsdp_qlora.pretrained.reader import (
     DTYPES, FLOATS, READ_CHUNK, ReadRequest, StoredTensor, WeightReader)
 from fsdp_qlora.pretrained.tensor_names import TensorNames
@@ -63,7 +63,7 @@ def check_files(
 
 def has_nf4(model_config: PreTrainedConfig) -> bool:
     """Return True if the files have linears that bitsandbytes quantized to 4 bits."""
-    method = stored_format(model_config).get("quant_method")
+    method = quantization_config_of(model_config).get("quant_method")
     return method not in (None, "fp8", "mxfp4", "compressed-tensors")
 
 

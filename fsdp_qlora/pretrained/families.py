@@ -40,7 +40,7 @@ GEMMA4: dict[str, Any] = GEMMA2 | dict(
     n_kv_shared_layers="config.num_kv_shared_layers", double_wide_mlp="config.use_double_wide_mlp",
     per_layer_inputs=PerLayerInputsSpec(),
     # with "vision" only pixels see later tokens; with "all", is_causal is False
-    unused=("use_bidirectional_attention",))
+    unused_fields=("use_bidirectional_attention",))
 COHERE: dict[str, Any] = dict(
     norm_kind="layer", norm_eps="config.layer_norm_eps", mlp_norm="input_layernorm",
     parallel_residual=True,
@@ -89,7 +89,7 @@ MLA: dict[str, Any] = dict(
     rotary_interleaved="config.rope_interleave")
 INDEXED: dict[str, Any] = MLA | dict(
     mla=MLASpec(index_topk="config.index_topk"), rotary_interleaved=True,
-    unused=("index_head_dim", "index_n_heads", "indexer_types"))
+    unused_fields=("index_head_dim", "index_n_heads", "indexer_types"))
 HUNYUAN: dict[str, Any] = dict(
     qk_norm="head", qk_norm_after_rotary=True, ntk_alpha=True,
     q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -164,7 +164,7 @@ FAMILIES: dict[str, Family] = {
         **GRANITE, **GRANITE_SHARED, logits_divisor="config.logits_scaling",
         rotary_if="config.position_embedding_type",
         other_mixers={"linear_attention": Mamba2Spec()},
-        unused=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
+        unused_fields=("output_router_logits", "router_aux_loss_coef", "mamba_expand",
                 "mamba_chunk_size"),
         moe=MoESpec(**GRANITE_EXPERTS, shared_mlp=True)),
     "falcon_h1": Family(
@@ -180,7 +180,7 @@ FAMILIES: dict[str, Family] = {
             norm_before_gate="config.mamba_norm_before_gate",
             in_multiplier="config.ssm_in_multiplier", multipliers="config.ssm_multipliers",
             out_multiplier="config.ssm_out_multiplier")},
-        unused=("mamba_d_ssm", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep")),
+        unused_fields=("mamba_d_ssm", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep")),
     "hyperclovax": Family(**GRANITE, logits_multiplier="config.logits_scaling",
                           attention_post_norm="post_norm1", mlp_post_norm="post_norm2",
                           post_norm_if="config.use_post_norm"),
@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
                       no_rotary="full_if_window"),
     "hunyuan_v1_dense": Family(**HUNYUAN),
     "lfm2": Family(**LFM2, two_thirds_wide="config.block_auto_adjust_ff_dim",
-                   unused=("full_attn_idxs",)),
+                   unused_fields=("full_attn_idxs",)),
     # qkv_bias=False, else g_proj would also have a bias
     "lfm3": Family(**LFM2 | dict(
         qkv_bias=False, out_bias=False, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm",
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         attention_post_norm="post_operator_norm", mlp_post_norm="post_ffn_norm",
         post_norm_if="config.use_sandwich_norm", windowed_layers="layer_types",
         ropes_by_layer_type=True, renames=(("self_attn.g_proj", "self_attn.gate_proj"),))),
-    "youtu": Family(**MLA, unused=("embedding_initializer_range",)),
+    "youtu": Family(**MLA, unused_fields=("embedding_initializer_range",)),
     "minicpm3": Family(
         **MLA | dict(rotary_interleaved=False), embedding_multiplier="config.scale_emb",
         rounded_multiplier=True, depth_scale="config.scale_depth",
@@ -243,7 +243,7 @@ FAMILIES: dict[str, Family] = {
                  ("post_attention_layernorm", "feedforward_layer_norm")),
         other_mixer_norms=dict(attention_norm="input_layernorm", attention_post_norm=None,
                                mlp_norm="post_attention_layernorm", mlp_post_norm=None),
-        unused=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+        unused_fields=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
                 "linear_dt_init_floor")),
     # MoE models
     "qwen3_moe": Family(qk_norm="head", windowed_layers="all", moe=MoESpec(
@@ -264,7 +264,8 @@ FAMILIES: dict[str, Family] = {
         **COHERE, no_rotary="full", windowed_layers="layer_types",
         dense_rotary_if="config.prefix_dense_sliding_window_pattern",
         intermediate_size="config.prefix_dense_intermediate_size",
-        unused=("rope_theta", "rope_scaling"), moe=MoESpec(  # both are in rope_parameters, too
+        unused_fields=("rope_theta", "rope_scaling"),  # both are in rope_parameters, too
+        moe=MoESpec(
             expert_size="config.intermediate_size", shared_size="config.intermediate_size",
             n_shared="config.num_shared_experts", shared_prefix="mlp.shared_experts",
             combination="config.shared_expert_combination_strategy",
@@ -335,7 +336,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head", windowed_layers="layer_types", no_rotary="full_if_window", moe=MoESpec(
             **DEEPSEEK | dict(n_experts="config.num_experts", n_shared="config.num_shared_experts"),
             renames=(("mlp.gate.e_score", "mlp.e_score"),))),
-    "hy_v3": Family(qk_norm="head", unused=("enable_moe_fp32_combine",), moe=MoESpec(
+    "hy_v3": Family(qk_norm="head", unused_fields=("enable_moe_fp32_combine",), moe=MoESpec(
         shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
         shared_prefix="mlp.shared_experts", fp32_router=True, score_func="sigmoid",
         correction_bias="mlp.e_score_correction_bias", sum_eps=1e-20,
@@ -345,7 +346,7 @@ FAMILIES: dict[str, Family] = {
                  ("mlp.e_score_correction_bias", "mlp.expert_bias"),
                  ("mlp.shared_experts.", "mlp.shared_mlp.")))),
     "mellum": Family(qk_norm="head", windowed_layers="layer_types", ropes_by_layer_type=True,
-                     unused=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoESpec(
+                     unused_fields=("mtp_layer_types", "mtp_mlp_layer_types"), moe=MoESpec(
                          norm_topk_prob="config.norm_topk_prob")),
     "qwen3_5_moe_text": Family(
         **QWEN3_NEXT, intermediate_size="config.moe_intermediate_size",
@@ -389,10 +390,10 @@ FAMILIES: dict[str, Family] = {
             latent_size="config.moe_latent_size",
             latent_linears=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
             shared_size="config.moe_shared_expert_intermediate_size")),
-        unused=tuple("""layers_block_type time_step_limit time_step_max time_step_floor expand
-            chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels num_logits_to_keep
-            n_shared_experts moe_shared_expert_overlap rescale_prenorm_residual
-            num_nextn_predict_layers mtp_layers_block_type""".split())),
+        unused_fields=tuple("""layers_block_type time_step_limit time_step_max time_step_floor
+            expand chunk_size mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels
+            num_logits_to_keep n_shared_experts moe_shared_expert_overlap
+            rescale_prenorm_residual num_nextn_predict_layers mtp_layers_block_type""".split())),
     # qkv_bias=False in this Family and the next, else g_proj would also have a bias
     "laguna": Family(
         qkv_bias=False, out_bias=False, qk_norm="head", windowed_layers="layer_types",
@@ -412,7 +413,7 @@ FAMILIES: dict[str, Family] = {
         query_scalar="config.query_pre_attn_scalar",
         attention_gate=AttentionGateSpec("g_proj", per_head=True),
         mlp_limits="config.swiglu_limits_shared",
-        unused=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
+        unused_fields=("num_sliding_attention_heads", "num_local_experts", "mtp_layer_types",
                 "mtp_mlp_layer_types"),
         moe=MoESpec(
             n_experts="config.n_routed_experts", shared_size="config.share_expert_dim",
@@ -430,7 +431,7 @@ FAMILIES: dict[str, Family] = {
         attention_gate=AttentionGateSpec("gate_proj"),
         sqrt_embedding="config.mup_enabled",
         attention_post_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm",
-        mlp_post_norm="post_mlp_layernorm", unused=("global_attn_every_n_layers",),
+        mlp_post_norm="post_mlp_layernorm", unused_fields=("global_attn_every_n_layers",),
         moe=MoESpec(
             shared_size="config.moe_intermediate_size", n_shared="config.num_shared_experts",
             shared_prefix="mlp.shared_experts", n_first_dense="config.num_dense_layers",

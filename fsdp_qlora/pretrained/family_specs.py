@@ -496,4 +496,4 @@ class Family(ArchitectureFields):
     # ---- checks of config.json
     # {field of the config: its only value}
     must_be: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unused: tuple[str, ...] = ()  # fields of the config that change nothing here
+    unused_fields: tuple[str, ...] = ()  # fields of the config that change nothing here

@@ -55,7 +55,7 @@ def text_config(model_config: PreTrainedConfig) -> PreTrainedConfig:
     return model_config.text_config if model_config.model_type in MULTIMODAL else model_config
 
 
-def stored_format(model_config: PreTrainedConfig) -> dict[str, Any]:
+def quantization_config_of(model_config: PreTrainedConfig) -> dict[str, Any]:
     """Return the quantization_config of a config.json or of the text config in it, as in Kimi
     K2.5's, which describes the format of the files; {} if there is none."""
     settings = (getattr(x, "quantization_config", None)
@@ -84,7 +84,7 @@ def check_model(model_config: PreTrainedConfig) -> None:
     known = {value.removeprefix("config.")
              for spec in specs_of(family) for value in vars(spec).values()
              if isinstance(value, str) and value.startswith("config.")}
-    known |= KNOWN_FIELDS.union(family.unused)
+    known |= KNOWN_FIELDS.union(family.unused_fields)
     for field in dataclasses.fields(c):
         value, default = getattr(c, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -118,7 +118,7 @@ def make_architecture(model_config: PreTrainedConfig) -> Architecture:
     family = dataclasses.replace(family, moe=make_moe(c, family, model_config.model_type))
     layer_kinds, ropes = make_layer_kinds(layer_configs, family)
     heads = layer_kinds[0].heads
-    in_mxfp4 = stored_format(model_config).get("quant_method") == "mxfp4"
+    in_mxfp4 = quantization_config_of(model_config).get("quant_method") == "mxfp4"
     values = {field.name: getattr(family, field.name)
               for field in dataclasses.fields(ArchitectureFields)}
     values |= make_factors(c, family, heads.dim, ropes) | dict(

@@ -21,7 +21,7 @@ from fsdp_qlora.files import ADAPTER_CONFIG, ADAPTER_FILES, read_json
 from fsdp_qlora.log import log
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.families import BUILTIN_CONFIGS
-from fsdp_qlora.pretrained.from_config import make_architecture, stored_format, text_config
+from fsdp_qlora.pretrained.from_config import make_architecture, quantization_config_of, text_config
 from fsdp_qlora.pretrained.reader import stored_tensors
 from fsdp_qlora.pretrained.weight_formats import FP8_BLOCK, INT4_GROUP
 
@@ -115,7 +115,7 @@ def read_model_config(
 def refuse_format(config: Config, model_config: PreTrainedConfig, arch: Architecture) -> None:
     """Raise ValueError if the weights are in a quantized format that weight_formats.py does not
     have."""
-    settings = stored_format(model_config)
+    settings = quantization_config_of(model_config)
     if not settings or arch.expert_down and arch.expert_down[0].mxfp4:
         return  # in MXFP4 the experts stay as they are, and nothing else is quantized
     want: dict[str, Any] = {

@@ -54,7 +54,7 @@ def open_output(config: Config, user_config: Config, status: Status) -> Iterator
         status.how_to_resume = f"the same command with --output_dir {directory} resumes it"
     try:
         with raise_on_all_ranks():
-            status.lock.find(directory, holder)
+            status.lock.check_visible(directory, holder)
         log(f"output: {directory}" if not is_complete else
             f"{directory} is already complete; nothing to do. To train further: --init_adapter"
             f" {directory} and a new --output_dir")

@@ -48,9 +48,9 @@ class DirectoryLock:
         self.fd, self.path, self.stat = fd, path, os.fstat(fd)
         return holder
 
-    def find(self, directory: Path, holder: str) -> None:
-        """Record which file rank 0 has locked. Raises ValueError if this rank does not see the one
-        in which take() wrote `holder`."""
+    def check_visible(self, directory: Path, holder: str) -> None:
+        """Raise ValueError unless this rank sees the file in which rank 0's take() wrote `holder`;
+        record which file it is."""
         path = directory / ".lock"
         if not path.is_file() or path.read_text() != holder:
             raise ValueError(f"--output_dir {directory}: {rank_name()} does not see the {path} that"
