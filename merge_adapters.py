@@ -80,9 +80,8 @@ from fsdp_qlora.data.template import how_to_prompt
 from fsdp_qlora.files import ADAPTER_WEIGHTS, sync_file, write_header, write_tensor
 from fsdp_qlora.log import print_error
 from fsdp_qlora.lora.peft_files import WeightAdapter
-from fsdp_qlora.merge.base_for_merge import BaseForMerge
+from fsdp_qlora.merge.base_for_merge import BaseForMerge, replace_rows
 from fsdp_qlora.merge.compare_logits import Verdict, compare_logits
-from fsdp_qlora.merge.merged_layout import replace_rows
 from fsdp_qlora.merge.new_directory import new_directory
 from fsdp_qlora.merge.open_run import open_run
 from fsdp_qlora.merge.other_files import copy_other_files
@@ -144,7 +143,7 @@ def merge(args: argparse.Namespace) -> None:
     log_base(base, len(adapters.keys() & base.names.linears.keys()))
     with new_directory(output) as new:
         write_merged(new.path, output, base, adapters, run, device)
-        require(version_before and version_before == file_version(adapter_file),
+        require(version_before == file_version(adapter_file),
                 f"{adapter_dir}: the adapter has changed meanwhile. Merge again")
         new.is_whole = True  # from here on an error or Ctrl-C leaves the directory, and names it
         verdict = check_merge(args, run, base, new.path, device)
@@ -233,7 +232,7 @@ def merged_tensor(name: str, base: BaseForMerge, adapters: dict[str, WeightAdapt
 
 def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, WeightAdapter],
                    device: str) -> torch.Tensor:
-    """Return a merged tensor of linears, bf16 on the CPU: one linear; or all experts, or q, k and
+    """Return a merged tensor of linears, on the CPU: one linear; or all experts, or q, k and
     v, if the files have these in one tensor."""
     shape, dtype = base.merged_layout.shapes[name]
     merged = torch.empty(shape, dtype=dtype)
@@ -243,7 +242,7 @@ def merged_linears(name: str, base: BaseForMerge, adapters: dict[str, WeightAdap
             lora_a, lora_b, *magnitude = adapter.tensors(device)  # the magnitudes: only with DoRA
             weight = add_adapter(weight, adapter.scaling, lora_a, lora_b, *magnitude)
         # into the linear's part of `merged`, a view [out, in]
-        place.weight_in(merged).copy_(weight.bfloat16())
+        place.weight_in(merged).copy_(weight.to(dtype))
     return merged
 
 

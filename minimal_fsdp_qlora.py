@@ -6,7 +6,8 @@ installed and the model allows it, shards the model by a hand-written FSDP2 poli
 in a PagedAdamW8bit loop. The model comes from transformers, the 4-bit linears from bitsandbytes,
 the adapter from PEFT.
 
-    pip install "torch>=2.11" "transformers>=5.20,<6" "peft>=0.21" "bitsandbytes>=0.50" accelerate
+    pip install "torch>=2.11,<2.14" "transformers>=5.20,<6" "peft>=0.21,<0.22" \
+        "bitsandbytes>=0.50,<0.51" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
         --dataset data.jsonl --output_dir adapter
     # a 70B on two 24 GB GPUs: 15 GiB on each (measured on H200s limited to 22.5 GiB), and about
@@ -15,7 +16,7 @@ the adapter from PEFT.
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text. It refuses MoE
-models, and Gemma 4 E2B and E4B.
+models, Gemma 4 E2B and E4B, and Falcon-H1, Mamba and Nemotron-H.
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
 24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
@@ -25,7 +26,8 @@ or {"text": "..."}, where every token is. Without torchrun the file runs as one 
     which linears have LoRA, dropout              build_model()
     a model class of your own                     build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS; nf4 in the docstring of save_adapter()
+    quantization                                  NF4_KWARGS, and load the adapter with the same:
+                                                  save_adapter() says how
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP                              fsdp_policy()
     micro-batches                                 micro_batches()
@@ -161,7 +163,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--eval_dataset", help="JSONL file like --dataset; its loss is computed"
                         " before the first step and after each save")
     parser.add_argument("--num_epochs", type=float, default=1.0,
-                        help="passes over the data, rounded to whole optimizer steps")
+                        help="passes over the data, rounded to whole optimizer steps, at least one")
     parser.add_argument("--max_steps", type=int, help="optimizer steps, in place of --num_epochs")
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, of all GPUs together")
@@ -220,8 +222,9 @@ def log(message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line and exit, for mistakes in arguments, data and model; torchrun adds a report of
-    its own. A mistake in an edit of this file raises RuntimeError."""
+    """Print one line and exit, for mistakes in arguments, data and model, and for a run that has
+    diverged; torchrun adds a report of its own. Where the code can tell that an edit of this file
+    is the mistake, it raises RuntimeError instead, for the traceback."""
     if dist.get_rank() != 0:
         time.sleep(15)  # usually all ranks fail: rank 0 prints, exits, and torchrun ends the others
     print(f"error: {message}", flush=True)
@@ -266,6 +269,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     config = AutoConfig.from_pretrained(model_dir)
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is already quantized; pass the original model")
+    if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
+        fail(f"--model {args.model}: PEFT has no LoRA for the out_proj of {config.model_type}")
     text_config = config.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", None) or math.inf
     if args.max_seq_len > longest:
@@ -398,10 +403,10 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
         if ".lora_" not in name and bare_name(name) not in handles:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
     # remove_duplicate=False names a tied lm_head, too: some files store it
-    used = {bare_name(name) for name, _ in (
+    in_model = {bare_name(name) for name, _ in (
         *causal_lm.named_parameters(remove_duplicate=False),
         *causal_lm.named_buffers(remove_duplicate=False))}
-    if unused := sorted(set(handles) - used):
+    if unused := sorted(set(handles) - in_model):
         log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
 
@@ -865,8 +870,9 @@ def read_rows(
 
 def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
     """Return the rows of all steps, --batch_size of them for each step, as references to `rows`.
-    Each epoch is in an order of its own. --num_epochs is rounded to whole steps: of few rows some
-    may be left out, or trained once more; the log has the epochs."""
+    Each epoch is in an order of its own. --num_epochs is rounded to whole steps, at least one. So
+    up to half a batch of rows is left out, or trained once more; fewer rows than half a batch are
+    repeated until they fill one. The log has the epochs."""
     n_steps = args.max_steps or max(1, round(args.num_epochs * len(rows) / args.batch_size))
     n_rows = n_steps * args.batch_size
     log(f"training: {n_steps:,} steps, {n_rows / len(rows):.2f} epochs of these rows")

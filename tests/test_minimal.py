@@ -145,6 +145,8 @@ def base(tmp_path_factory, demo_directory, wanted):
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
+    shutil.copytree(directory / "llama", directory / "falcon_h1")
+    (directory / "falcon_h1" / "config.json").write_text('{"model_type": "falcon_h1"}')
     shutil.copytree(directory / "qwen3", directory / "cut")  # a norm, which would be broadcast
     weights = load_file(directory / "cut" / "model.safetensors")
     name = next(name for name in weights if name.endswith("q_norm.weight"))
@@ -275,6 +277,7 @@ RUNS = {  # name: (processes, what the job has)
                    "with": ["killed_while_saving"]}),
     "unanswered": (2, {"argv": flags("llama", "x", "--max_steps", 1, "--batch_size", 25,
                                         rows="unanswered.jsonl")}),
+    "mamba": (2, {"argv": flags("falcon_h1", "x")}),
     "moe": (2, {"argv": flags("mixtral", "x")}),
     "gemma4_e": (2, {"argv": flags("gemma4_e", "x")}),
     "lacking": (2, {"argv": flags("lacking", "x")}),
@@ -571,6 +574,7 @@ def test_check_loaded_finds(run, words, runs):
 
 
 @pytest.mark.parametrize("run,words", [
+    ("mamba", "--model falcon_h1: PEFT has no LoRA for the out_proj of falcon_h1"),
     ("moe", "--model mixtral: is an MoE model (layers.0.mlp.experts.gate_up_proj)"),
     ("gemma4_e", "gemma4_e: has a linear outside its layers (per_layer_model_projection)"),
     ("lacking", "lacking: no model*.safetensors has layers.0.mlp.down_proj."),

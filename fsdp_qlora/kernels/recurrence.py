@@ -129,19 +129,20 @@ def limit_fla_autotuning() -> None:
                     usual = [x for x in kernel.configs if (x.num_warps, x.num_stages) == (4, 2)]
                     kernel.configs = usual or kernel.configs[:2]
                     kernel.prune_configs = functools.partial(
-                        compile_together, kernel, kernel.prune_configs)
+                        compile_in_threads, kernel, kernel.prune_configs)
                     kernel.do_bench = functools.partial(do_bench, warmup=5, rep=20)  # ms
                 kernel = getattr(kernel, "fn", None)  # the function inside a Triton decorator
 
 
-def compile_together(
-    kernel: Any, choose: Callable[[dict[str, Any]], list[Any]], arguments: dict[str, Any]
+def compile_in_threads(
+    kernel: Any, prune_configs: Callable[[dict[str, Any]], list[Any]],
+    arguments: dict[str, Any]
 ) -> list[Any]:
     """Return the configurations that a Triton Autotuner is about to time, each compiled in a
     thread."""
     from triton import AsyncCompileMode
 
-    configs = choose(arguments)
+    configs = prune_configs(arguments)
     with ThreadPoolExecutor(n_cores()) as pool, AsyncCompileMode(pool, ignore_errors=True):
         for config in configs:
             kernel.fn.run(*kernel.nargs.values(),

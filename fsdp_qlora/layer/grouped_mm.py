@@ -47,7 +47,7 @@ class ExpertChunk:
     ) -> None:
         self.experts, self.rows = experts, rows
         # [experts, out, input_width]; gate_up: all gates, then all ups, or interleaved, see
-        # one_gate_up
+        # ClampedGLU
         self.gate_up, self.down = gate_up, down
         self.is_all = rows == slice(0, len(routing.routed_tokens))
         first, stop = rows.start, rows.stop

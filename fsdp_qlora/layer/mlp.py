@@ -90,6 +90,7 @@ class DenseMLPSublayer:
     ) -> Tensor:
         grads = []
         for tokens in each_slice(call, len(mlp_input), call.layer.plan.mlp_slice_tokens):
+            # the gate reads the sum: no layer with a gate is parallel, so mlp_input is the sum
             mid_residual = mlp_input[tokens] if self.per_layer_gate else None
             saved = self.forward(call, mid_residual, mlp_input[tokens], wants_sum=False)[1]
             grads.append(self.backward(call, saved, grad[tokens]))

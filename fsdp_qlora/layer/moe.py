@@ -222,8 +222,8 @@ class MoESublayer:
 
     @property
     def _activation(self) -> Activation:
-        if self.moe.clamp:
-            return ClampedGLU(*self.moe.clamp)
+        if self.moe.clamped_glu:
+            return ClampedGLU(*self.moe.clamped_glu)
         return limited(self.arch.activation, self.limit)
 
     def _inputs(self, call: LayerCall, saved: SavedMoE) -> Tensor:

@@ -134,7 +134,7 @@ class MoECosts:
         values = gate_up + down
         if self.gate_up.lora_width:  # the rows' gradient, its part from lora_hidden, their sum
             values = max(3 * gate_up, gate_up + 3 * down)
-        return values + self._gate_up_size * (recomputed + bool(self.moe.clamp))
+        return values + self._gate_up_size * (recomputed + bool(self.moe.clamped_glu))
 
     def _values_after_experts(self, n: int, recomputed: bool) -> int:
         """Values alive after the experts of n tokens: the gradient of their inputs beside that of

@@ -85,3 +85,16 @@ class BaseForMerge:
         read = functools.partial(self.read, device=device)
         files = StoredWeights(read, self.names, self.nf4_states, self.training_dtype)
         return files.values(name)
+
+
+def replace_rows(
+    table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
+    `vocab_size` rows, rows are added first, each the mean of the table's own rows, as in training,
+    see fill_added_rows() in lora/initial_token_rows.py."""
+    mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
+    added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
+    table = torch.cat([table, added])
+    table[torch.tensor(ids, device=table.device)] = rows.to(table)
+    return table

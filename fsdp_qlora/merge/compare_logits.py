@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checks.without_kernels import without_kernels
 from fsdp_qlora.errors import errors_about
-from fsdp_qlora.merge.base_for_merge import BaseForMerge
-from fsdp_qlora.merge.merged_layout import replace_rows
+from fsdp_qlora.merge.base_for_merge import BaseForMerge, replace_rows
 from fsdp_qlora.model.logits import scaled_logits
 from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.pretrained.reader import read_header, read_tensor
@@ -63,7 +62,7 @@ def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[i
           " tokens agree")
     why = ("the adapter's effect is small beside the rounding of weights to bf16"
            if effect < SMALL_EFFECT else
-           "the base, the device or a version may differ from those in training")
+           "the device or a version may differ from those in training")
     if not arch.moe:  # transformers 5 loads no experts in 4 bits: PEFT has no base for these
         why += "; to use the adapter without merging it, see docs/serving.md"
     if not error <= FAILED_ERROR:  # or NaN

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +121,3 @@ def merged_dtype(tensor: StoredTensor) -> torch.dtype:
 def in_file_order(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor]]:
     """Return all (name, StoredTensor), file by file, in the order in which they are stored."""
     return sorted(stored.items(), key=lambda item: (item[1].path, item[1].start))
-
-
-def replace_rows(
-    table: torch.Tensor, vocab_size: int, ids: Sequence[int], rows: torch.Tensor,
-) -> torch.Tensor:
-    """Return a copy of `table` with `rows` as those of the tokens `ids`. If it has fewer than
-    `vocab_size` rows, rows are added first, each the mean of the table's own rows, as in training,
-    see fill_added_rows() in lora/initial_token_rows.py."""
-    mean = torch.stack([part.double().sum(0) for part in table.split(2**14)]).sum(0) / len(table)
-    added = mean.to(table.dtype).expand(vocab_size - len(table), -1)
-    table = torch.cat([table, added])
-    table[torch.tensor(ids, device=table.device)] = rows.to(table)
-    return table

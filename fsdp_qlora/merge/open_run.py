@@ -97,22 +97,21 @@ def adapters_of_run(
     assert base.arch, "the base of a run has one"
     arch = with_adapter_form(base.arch, adapter_dir)
     adapted = {*adapted_linears(arch, config["target_modules"])}
-    # {name of a weight: the keys in `slices`, below, of its A, B and magnitudes, or of its rows}
-    keys_of = {base.names.of_layer(layer, f"{linear}.weight"): [*shapes]
-               for (layer, linear), shapes in adapter_shapes(arch, settings, adapted).items()}
-    if base.token_ids:
-        keys_of |= token_row_keys(base, arch)
     stored, slices = open_own_adapter(
         adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
+    # {name of a weight: its A, B and magnitudes, or its rows}
+    slices_of = {base.names.of_layer(layer, f"{linear}.weight"): [slices[name] for name in shapes]
+                 for (layer, linear), shapes in adapter_shapes(arch, settings, adapted).items()}
+    if base.token_ids:
+        slices_of |= {table: [slices[name]] for table, name in token_row_tables(base, arch).items()}
     # one scaling for all: an alpha_pattern of experts has the factor of their rank_pattern
-    return weight_adapters(adapter_dir, stored, settings.scaling, {
-        weight: [slices[key] for key in keys] for weight, keys in keys_of.items()})
+    return weight_adapters(adapter_dir, stored, settings.scaling, slices_of)
 
 
-def token_row_keys(base: BaseForMerge, arch: Architecture) -> dict[str, list[str]]:
+def token_row_tables(base: BaseForMerge, arch: Architecture) -> dict[str, str]:
     """Return {embedding or lm_head: the one of token_row_names() that has its trained rows}."""
     names = base.names
     tables = dict(zip((names.embedding, names.lm_head), token_row_names(arch)))
     if arch.tied and names.lm_head in base.merged_layout.shapes:  # a copy of the embedding
         tables[names.lm_head] = tables[names.embedding]
-    return {table: [name] for table, name in tables.items()}
+    return tables

@@ -133,7 +133,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             local_targets = local_targets.where(is_own, -1)
             statistics = logits_statistics(logits, local_targets, *logits_args, dynamic=True)
             statistics = model.all_gather(statistics)
-            max_logit, exp_sum, target_logit = statistics.unbind(1)  # each [n_shards, n]
+            # each [n_shards, tokens of all ranks in this chunk]
+            max_logit, exp_sum, target_logit = statistics.unbind(1)
             global_max = max_logit.amax(0)
             lse = global_max + ((max_logit - global_max).exp() * exp_sum).sum(0).log()
             losses = (lse - target_logit.sum(0)).masked_fill(ignored, 0)

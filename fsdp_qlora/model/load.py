@@ -100,7 +100,8 @@ class CheckedReader:
         nf4_states: Collection[str],
     ) -> None:
         self.reader = reader
-        # {name: (its rows that are read, how many first rows other ranks count)}
+        # {name: (its rows that this rank reads, the number of its first rows that earlier ranks
+        # read, which are in their checksums)}
         self.shares = shares
         self.nf4_states = nf4_states  # names of the weights that are in NF4 in the files
         self.checksums: dict[str, torch.Tensor] = {}  # of this rank's share

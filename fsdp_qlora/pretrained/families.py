@@ -448,7 +448,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         norm_kind="rms_fp32", windowed_layers="layer_types", sinks=True, moe=MoESpec(
             n_experts="config.num_local_experts", expert_size="config.intermediate_size",
-            router="mlp.router", biases=True, clamp=(7.0, 1.702), one_gate_up=True,
+            router="mlp.router", biases=True, clamped_glu=(7.0, 1.702), one_gate_up=True,
             transposed=True, adapter_form="stacked"))}
 # {outer model type: types of its text models}; the outer model changes no logits
 MULTIMODAL: dict[str, tuple[str, ...]] = {

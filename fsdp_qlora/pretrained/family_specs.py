@@ -107,9 +107,10 @@ class MoESpec:
     norms: ExpertNormsSpec | None = None  # None: router, experts and shared expert read one norm
     rounded_weights: bool = True  # weights are rounded to the model's dtype
     biases: bool = False  # the router and each expert's two linears have a bias
-    clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss's gate, see ClampedGLU
+    # (limit, alpha) of a ClampedGLU; the rows of gate_up_proj are then gate, up, gate, up, ..
+    clamped_glu: tuple[float, float] | None = None
     limits: FromConfig = None  # the config's list of limits by layer, see LimitedActivation
-    one_gate_up: bool = False  # an expert has one linear gate_up_proj: rows gate, up, gate, up, ..
+    one_gate_up: bool = False  # an expert has one linear gate_up_proj, not gate_proj and up_proj
     transposed: bool = False  # a tensor of all experts is [experts, in, out], also if in = out
     adapter_form: AdapterForm = "modules"
     # pairs: a part of a tensor's name here, and the part that files may have instead

@@ -30,8 +30,8 @@ class StoredWeights:
         their scales, all others as read() returns them.
 
         A merge reads whole tensors. Loading reads this rank's rows, flat, from row `first_row` on;
-        FP8 and INT4 then become [rows, in]. It does not call this for what it keeps as bytes, the
-        layers' linears in NF4 and MXFP4 (copy_nf4() and copy_mxfp4() in model/load.py), nor for
+        FP8 and INT4 then become [rows, in]. Loading does not call this for what it keeps as bytes,
+        the layers' linears in NF4 and MXFP4 (copy_nf4() and copy_mxfp4() in model/load.py), nor for
         tables and norms, which are never quantized.
         """
         names = self.names
