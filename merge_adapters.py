@@ -37,22 +37,22 @@ With --base_model, as in the third command, it merges adapters without train_con
 minimal_fsdp_qlora.py and of PEFT. It assumes, and cannot check, that they were trained on this
 base, quantized from bf16 to NF4 with double quantization; transformers' default is FP4 without it.
 All linears that load_in_4bit quantizes become W (in a multimodal model those outside the text model
-only if one of them has an adapter), all other tensors become bf16 (int64 stays as it is), and
-nothing is compared.
+only if one of them has an adapter), all other floats become bf16, int64 stays as it is, tensors of
+any other dtype are left out (the line "base model .." counts them), and nothing is compared.
 
     merge
         open_run                the run, its base model and its adapter, which belong together
-        write_merged            into a hidden directory
+        write_merged            into a hidden directory, file by file
             copy_other_files        config.json, the index, the tokenizer and its template
-            write_tensor            file by file, each tensor as soon as it is made
-                merged_tensor           for each tensor of the merged model, one of three:
-                    merged_linears          its linears: one, or several (experts; q, k and v):
-                        base.values             read it, in any format
-                        frozen_weight           W: round it to NF4
-                        adapter.tensors         read A and B, if the linear has an adapter
-                        add_adapter             W + scaling * B @ A, in fp32; then round to bf16
-                    merged_table            embedding or lm_head: put in the trained rows of tokens
-                    base.values             any other, in bf16
+            merged_tensor           for each tensor of the merged model, in bf16, one of three:
+                merged_linears          its linears: one, or several (experts; q, k and v):
+                    base.values             read it, in any format
+                    frozen_weight           W: round it to NF4
+                    adapter.tensors         read A and B, if the linear has an adapter
+                    add_adapter             W + scaling * B @ A, in fp32
+                merged_table            embedding or lm_head: put in the trained rows of tokens
+                base.values             any other
+            write_tensor            as soon as it is made
         check_merge             compare its logits with the trained model's
 
 Tested with torch 2.11 and 2.13, transformers 5.20 to 5.24, peft 0.21, bitsandbytes 0.50.

@@ -15,8 +15,10 @@ the adapter from PEFT.
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
-It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text. It refuses MoE
-models, Gemma 4 E2B and E4B, and Falcon-H1, Mamba and Nemotron-H.
+It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text, if their decoder
+has `layers` and their files name each tensor as the model does. It refuses all others: MoE models,
+Gemma 4 E2B and E4B, Falcon-H1, Mamba, Nemotron-H and RecurrentGemma, and models such as GPT-2,
+Falcon and BLOOM (no `layers`) or Pythia (transformers renames its lm_head while it loads).
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
 24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
@@ -331,14 +333,16 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
     An MoE model mostly has its experts as weights with three dimensions. These are no linears, so
     they would stay in bf16, without LoRA. Where experts are linears, one that gets no token has no
     gradient, so the reduce-scatters of the ranks would not match. Experts are found by name, or by
-    weights with three dimensions that are not convolutions. A linear outside the layers, as in
+    weights with three dimensions that are not convolutions. So RecurrentGemma, which is dense, is
+    refused, too: its gates would stay in bf16, without LoRA. A linear outside the layers, as in
     Gemma 4 E2B and E4B, would stay in bf16 here, while transformers' load_in_4bit quantizes it.
     """
     if not hasattr(decoder, "layers"):
         fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
     for name, weight in decoder.named_parameters():
         if "expert" in name or (weight.dim() == 3 and "conv" not in name):
-            fail(f"--model {model_name}: is an MoE model ({name})")
+            fail(f"--model {model_name}: has experts (MoE), or other weights that are neither"
+                 f" linears nor convolutions ({name})")
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("layers."):
             fail(f"--model {model_name}: has a linear outside its layers ({name})")
@@ -391,7 +395,9 @@ def load_and_shard(
 
 
 def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
-    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor."""
+    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor. This is
+    not from_pretrained(), so transformers' renamings and conversions of tensors (those of its
+    conversion_mapping.py) are not applied."""
     handles = {}
     for path in sorted(model_dir.glob("model*.safetensors")):
         file = safe_open(path, "pt")
@@ -401,7 +407,9 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
             handles[bare_name(name)] = file.get_slice(name)
     for name, _ in causal_lm.named_parameters():
         if ".lora_" not in name and bare_name(name) not in handles:
-            fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}")
+            fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}: a file is missing, or"
+                 " transformers renames or converts this model's tensors while it loads them, which"
+                 " this file does not")
     # remove_duplicate=False names a tied lm_head, too: some files store it
     in_model = {bare_name(name) for name, _ in (
         *causal_lm.named_parameters(remove_duplicate=False),

@@ -251,11 +251,11 @@ def test_merged_model_may_lose_a_fifth_of_the_effect(by, verdict, effect, why, m
     trained = torch.eye(8)
     plain = trained * (1 - effect)
     monkeypatch.setattr(compare_logits, "read_lm_head", lambda *_: (None, None))
-    monkeypatch.setattr(compare_logits, "trained_logits", lambda *_: (plain, trained))
+    monkeypatch.setattr(compare_logits, "recorded_logits", lambda *_: (plain, trained))
     monkeypatch.setattr(compare_logits, "logits_of", lambda *_: trained + by * (trained - plain))
     loads = types.SimpleNamespace(from_pretrained=lambda *_, **__: None)
     base = types.SimpleNamespace(training_dtype=torch.bfloat16, auto_class=loads, token_ids=(),
-                                 arch=types.SimpleNamespace(moe=None))  # fmt: skip
+                                 run_arch=types.SimpleNamespace(moe=None))  # fmt: skip
     args = base, Path("run/probe"), [[1]], Path("merged"), "cpu"
     if verdict is None:
         with pytest.raises(ValueError, match=f"does not match the trained one.*{why}"):

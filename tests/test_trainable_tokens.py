@@ -29,7 +29,7 @@ from fsdp_qlora.config import Config
 from fsdp_qlora.data.trainable_tokens import TrainableToken, add_trainable_tokens
 from fsdp_qlora.lora.initial_token_rows import initial_token_rows
 from fsdp_qlora.lora.targets import resolve_adapter
-from fsdp_qlora.merge.compare_logits import logits_of, trained_logits
+from fsdp_qlora.merge.compare_logits import logits_of, recorded_logits
 from fsdp_qlora.model.token_rows import EmbeddingRows
 from fsdp_qlora.pretrained.from_config import make_architecture
 
@@ -296,7 +296,7 @@ def test_base_learns_to_stop(
     config = json.loads((run / "train_config.json").read_text())
     head = load_file(base / "model.safetensors")
     head = head["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    _, trained = trained_logits(run / "probe.safetensors", head, None,
+    _, trained = recorded_logits(run / "probe.safetensors", head, None,
                                 make_architecture(model.config), config["trainable_token_ids"])
     logits = logits_of(peft, config["probe_input_ids"])
     assert (logits - trained).norm() <= BAR * trained.norm()

@@ -130,9 +130,9 @@ def linears_in_4bit(
     stored: dict[str, StoredTensor],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return two dicts of the linears that transformers quantizes with load_in_4bit, {bare_name():
-    its tensor's name in the files}: those of the text model, and those outside of it. Only the
-    second has "", for a linear that the files call otherwise. Raises ValueError for an MoE model,
-    because its linears in NF4 depend on the version of transformers."""
+    its tensor's name in the files}: those of the text model, and those outside of it. The name is
+    "" for one outside of it that the files do not have under transformers' name. Raises ValueError
+    for a text model with such a linear, with a Conv1D, or with experts."""
     with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)
@@ -140,17 +140,10 @@ def linears_in_4bit(
             transformers.BitsAndBytesConfig(load_in_4bit=True), pre_quantized=False)
         quantizer.preprocess_model(model, device_map=None)
         text_modules = {*model.get_decoder().modules()}
+    refuse_experts(directory, model, text_modules)
     by_name = {bare_name(name).removesuffix(".weight"): name for name in stored}
     in_text, outside = dict[str, str](), dict[str, str]()
     for name, module in model.named_modules():
-        # a weight with three dimensions is that of experts, if it is not a convolution's
-        if module in text_modules and not isinstance(module, nn.Conv1d):
-            for key, weight in module.named_parameters(name, recurse=False):
-                if weight.dim() == 3:
-                    raise ValueError(
-                        f"--base_model {directory}: has experts: {key} is in NF4 or in bf16"
-                        " depending on the version of transformers, which the adapter does not"
-                        " tell: use it unmerged, or train with train_fsdp_qlora.py")
         if isinstance(module, bnb.nn.Linear4bit):
             if module.source_cls is not nn.Linear:  # GPT-2's Conv1D, a linear
                 raise ValueError(f"--base_model {directory}: {name} is a Conv1D, which the files"
@@ -162,6 +155,20 @@ def linears_in_4bit(
                                  " adapter unmerged")
             (in_text if module in text_modules else outside)[bare] = by_name.get(bare, "")
     return in_text, outside
+
+
+def refuse_experts(directory: Path, model: nn.Module, text_modules: set[nn.Module]) -> None:
+    """Raise ValueError if the text model has experts: the version of transformers decides whether
+    those are in NF4, and the adapter does not tell it."""
+    for name, module in model.named_modules():
+        # a weight with three dimensions is that of experts, if it is not a convolution's
+        if module in text_modules and not isinstance(module, nn.Conv1d):
+            for key, weight in module.named_parameters(name, recurse=False):
+                if weight.dim() == 3:
+                    raise ValueError(
+                        f"--base_model {directory}: has experts: {key} is in NF4 or in bf16"
+                        " depending on the version of transformers, which the adapter does not"
+                        " tell: use it unmerged, or train with train_fsdp_qlora.py")
 
 
 def template_beside(adapter_dir: Path) -> Path | None:

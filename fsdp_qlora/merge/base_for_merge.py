@@ -52,6 +52,12 @@ class BaseForMerge:
     token_ids: Sequence[int] = ()  # the tokens whose rows of the embedding and head are trained
 
     @property
+    def run_arch(self) -> Architecture:
+        """`arch`, in the merge of a run."""
+        assert self.arch, "the base of a run has one"
+        return self.arch
+
+    @property
     def unused(self) -> list[str]:
         """The files' tensors that are neither read nor copied."""
         used = {*self.merged_layout.shapes, *self.names.shapes}

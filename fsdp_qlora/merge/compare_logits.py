@@ -37,15 +37,14 @@ def compare_logits(base: BaseForMerge, merge_check_file: Path, rows: list[list[i
     adapter's effect on them, and return the Verdict. Raises ValueError above FAILED_ERROR. `rows`:
     token ids; `merge_check_file`: the inputs that the trained model's lm_head got for them, see
     MergeCheck."""
-    arch = base.arch
-    assert arch, "the base of a run has one"
+    arch = base.run_arch
     settings = {"dtype": base.training_dtype, "trust_remote_code": False, "use_safetensors": True,
                 "device_map": "auto" if device == "cuda" else {"": "cpu"}}
     no_kernels = without_kernels() if device == "cpu" else contextlib.nullcontext()
     what = "the check did not run (see --no-check; the merged model is whole)"
     with errors_about(what), no_kernels:
         try:
-            without_adapter, trained = trained_logits(
+            without_adapter, trained = recorded_logits(
                 merge_check_file, *read_lm_head(base, arch, device), arch, base.token_ids)
             merged = logits_of(base.auto_class.from_pretrained(merged_dir, **settings), rows)
         except (MemoryError, RuntimeError) as e:
@@ -85,7 +84,7 @@ def read_lm_head(
     return head.to(dtype), bias
 
 
-def trained_logits(
+def recorded_logits(
     file: Path, lm_head: torch.Tensor, bias: torch.Tensor | None, arch: Architecture,
     token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:

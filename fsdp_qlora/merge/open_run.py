@@ -37,9 +37,10 @@ def open_run(
     if base_model and not find_train_config(adapter_dir).is_file():
         return open_adapter_without_run(adapter_dir, base_model)
     run = read_run(adapter_dir)
-    # of the tensors as training read them, each compared when the merge reads it. All others have
-    # only base_digest()'s samples: what training does not read (a vision tower), and what it read
-    # in parts and a merge copies whole (Sarvam's bias of q, k and v; OLMo-Hybrid's convolutions)
+    # base.read() compares each tensor with the checksum that training took of it. Tensors without
+    # one are compared only by base_digest()'s samples: those that training did not read (a vision
+    # tower), and those that it read in parts but a merge copies whole (Sarvam's bias of q, k and v;
+    # OLMo-Hybrid's convolutions)
     checksums = {} if allow_other_base else run.quantization["tensor_sums"]
     base = read_base(base_model or run.base_model, run.quantization, checksums, run.token_ids)
     check_base(base, run, allow_other_base)
@@ -81,10 +82,9 @@ def check_base(base: BaseForMerge, run: TrainedRun, allow_other: bool) -> None:
         return
     if base_digest(base.directory) != run.base_sha256:
         raise ValueError(f"{base.directory}: its config.json or its weights {OTHER_BASE}")
-    assert base.arch, "the base of a run has one"
-    if max(map(max, run.merge_check_ids)) >= base.arch.vocab_size:
+    if max(map(max, run.merge_check_ids)) >= base.run_arch.vocab_size:
         raise ValueError("train_config.json has probe_input_ids outside the base's vocabulary of"
-                         f" {base.arch.vocab_size}: another base model?")
+                         f" {base.run_arch.vocab_size}: another base model?")
 
 
 def adapters_of_run(
@@ -94,8 +94,7 @@ def adapters_of_run(
     unless the files are those of the run."""
     config = run.config
     settings = AdapterSettings(config["lora_rank"], config["lora_alpha"], config["adapter"])
-    assert base.arch, "the base of a run has one"
-    arch = with_adapter_form(base.arch, adapter_dir)
+    arch = with_adapter_form(base.run_arch, adapter_dir)
     adapted = {*adapted_linears(arch, config["target_modules"])}
     stored, slices = open_own_adapter(
         adapter_dir, arch, settings, adapted, base.token_ids, "train_config.json")
