@@ -25,12 +25,12 @@ training rows. The last line says how large the difference is, as a fraction of 
 effect on the logits:
 
     ok:           at most a fifth
-    warning:      more; or the run's loss ended above where it began: the line then ends with what
-                  the comparison says
+    warning:      more; or the run's loss ended above where it began: the line then ends with the
+                  verdict that it would have been
     not checked:  --no-check, --allow_other_base, too little memory, or an adapter without
                   train_config.json
-    error:        more than the whole effect, or the check failed: exit code 1. The result stays in
-                  a hidden directory, which the error names, and which the next merge into
+    error:        more than the whole effect, or an error in the check: exit code 1. The result
+                  stays in a hidden directory, which the error names, and which the next merge into
                   --output_dir empties
 
 With --base_model, as in the third command, it merges adapters without train_config.json: those of

@@ -16,9 +16,15 @@ the adapter from PEFT.
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text, if their decoder
-has `layers` and their files name each tensor as the model does. It refuses all others: MoE models,
-Gemma 4 E2B and E4B, Falcon-H1, Mamba, Nemotron-H and RecurrentGemma, and models such as GPT-2,
-Falcon and BLOOM (no `layers`) or Pythia (transformers renames its lm_head while it loads).
+has `layers` and their files name each tensor as the model does. It refuses:
+
+    MoE models, Gemma 4 E2B and E4B, RecurrentGemma, Falcon-H1, Mamba, Nemotron-H, Zamba2
+    models without `layers` (GPT-2, Falcon, BLOOM)
+    models whose tensors transformers renames while it loads them (the lm_head of Pythia)
+
+Bamba and Granite 4.0 H train where mamba-ssm is not installed: its kernel would multiply by 4-bit
+codes, and end with an error of shapes.
+
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
 24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
@@ -95,7 +101,8 @@ from torch.distributed.fsdp import (
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast)
 from transformers.utils import is_flash_attn_2_available
 
 # hide a harmless warning: PEFT and build_model() use names that transformers 6 will drop; their new
@@ -138,8 +145,8 @@ def main() -> None:
     device = init_distributed()
     check_args(args)
     model_dir = find_model(args)
-    # not AutoTokenizer: for some models it makes another tokenizer, by the rules of the class that
-    # the model names, and spaces can be lost. This class takes tokenizer.json as it is
+    # not AutoTokenizer: for some models it rebuilds the tokenizer by the rules of the class that
+    # tokenizer_config.json names, which can lose spaces. This class takes tokenizer.json as it is
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
     model = build_model(args, model_dir, device)  # before the data, because it may refuse the model
     n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
@@ -269,16 +276,7 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
         nn.Linear itself in its layers: a subclass would be replaced, and lose its own forward()
     """
     config = AutoConfig.from_pretrained(model_dir)
-    if getattr(config, "quantization_config", None):
-        fail(f"--model {args.model}: is already quantized; pass the original model")
-    if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
-        fail(f"--model {args.model}: PEFT has no LoRA for the out_proj of {config.model_type}")
-    text_config = config.get_text_config()
-    longest = getattr(text_config, "max_position_embeddings", None) or math.inf
-    if args.max_seq_len > longest:
-        fail(f"--max_seq_len {args.max_seq_len}: the model is made for {longest} tokens")
-    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
-        fail(f"--model {args.model}: its attention is not causal")
+    check_config(config, args)
     # buffers such as rotary frequencies get their values here, because no file has them
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
@@ -309,6 +307,22 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     return model.train()  # transformers checkpoints in training mode only
 
 
+def check_config(config: PreTrainedConfig, args: Namespace) -> None:
+    """Refuse what config.json alone shows. check_decoder() and open_weights() refuse the rest."""
+    if getattr(config, "quantization_config", None):
+        fail(f"--model {args.model}: is already quantized; pass the original model")
+    if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
+        fail(f"--model {args.model}: PEFT has no LoRA for the out_proj of {config.model_type}")
+    if config.model_type == "zamba2":
+        fail(f"--model {args.model}: its layers share weights, so they cannot be FSDP units")
+    text_config = config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+    if args.max_seq_len > longest:
+        fail(f"--max_seq_len {args.max_seq_len}: the model is made for {longest} tokens")
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        fail(f"--model {args.model}: its attention is not causal")
+
+
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     """Use Flash Attention 2 if it is installed and the model allows it, else the model's default in
     transformers, which mostly is PyTorch's SDPA."""
@@ -330,12 +344,12 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
     """Refuse models that this file would train wrongly, or quantize differently from transformers.
 
-    An MoE model mostly has its experts as weights with three dimensions. These are no linears, so
-    they would stay in bf16, without LoRA. Where experts are linears, one that gets no token has no
-    gradient, so the reduce-scatters of the ranks would not match. Experts are found by name, or by
-    weights with three dimensions that are not convolutions. So RecurrentGemma, which is dense, is
-    refused, too: its gates would stay in bf16, without LoRA. A linear outside the layers, as in
-    Gemma 4 E2B and E4B, would stay in bf16 here, while transformers' load_in_4bit quantizes it.
+    - Experts (MoE). As weights with three dimensions they would stay in bf16, without LoRA. As
+      linears, one that gets no token on a rank has no gradient there, and the reduce-scatters of
+      the ranks would not match. They are found by name, or by three dimensions outside a
+      convolution. This also finds the gates of RecurrentGemma, which would stay in bf16, too.
+    - A linear outside the layers, as in Gemma 4 E2B and E4B: it would stay in bf16 here, while
+      transformers' load_in_4bit quantizes it, so the adapter would not fit when it is used.
     """
     if not hasattr(decoder, "layers"):
         fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
@@ -477,7 +491,7 @@ def init_lora(
 def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     """Return the FSDP policy, as keywords of fully_shard().
 
-    With `offload` the shards wait in host memory. On the GPU are still:
+    With `offload` the shards wait in host memory. Still on the GPU:
     - the layer that computes and the next one, the embedding and the lm_head
     - activations and logits
     - a copy of LoRA's shards with their gradients and optimizer state, see train()

@@ -54,8 +54,8 @@ def open_adapter_without_run(
         slices = slices_by_linear(
             adapter_names, settings, directory, {**in_text, **outside}, stored)
     linears = [*in_text.values(), *quantized_outside(directory, outside, slices)]
-    # layers_to_transform may be any: like target_modules it only selects linears, and
-    # slices_by_linear() takes these from the file
+    # these settings may have any value; open_adapter() refuses all others that change weights and
+    # are not PEFT's defaults. layers_to_transform only selects linears, which the file names
     lora = LoraConfig(**{key: settings[key] for key in (
         "r", "lora_alpha", "use_rslora", "use_dora", "layers_to_transform")})
     shapes = {part.name: part.shape for parts in slices.values() for part in parts}
@@ -68,63 +68,6 @@ def open_adapter_without_run(
     return run, base, adapters
 
 
-def base_in_16_bits(
-    directory: Path, stored: dict[str, StoredTensor], linears: list[str], model_class: Any
-) -> BaseForMerge:
-    """Return the base, of which training had the tensors named `linears` in NF4."""
-    names = TensorNames(
-        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
-                 for name in linears})
-    # other dtypes are left out, and counted as not used
-    shapes = {name: (tensor.shape, merged_dtype(tensor))
-              for name, tensor in in_file_order(stored) if tensor.dtype in (*FLOATS, "I64")}
-    paths = {name: stored[name].path for name in shapes}
-    return BaseForMerge(
-        directory=directory, stored=stored, names=names,
-        merged_layout=MergedLayout(shapes, paths, find_linears(names)),
-        auto_class=model_class, training_dtype=torch.bfloat16)
-
-
-def slices_by_linear(
-    adapter_names: Iterable[str], settings: dict[str, Any], directory: Path,
-    linears: dict[str, str], stored: dict[str, StoredTensor]
-) -> dict[str, list[AdapterSlice]]:
-    """Return {linear: the AdapterSlice of each tensor of its adapter}. `linears`: {bare_name():
-    name in the files of the base in `directory`}. Raises ValueError if the adapter has another
-    linear."""
-    slices = {}
-    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_names}):
-        if (bare := bare_name(stem)) not in linears:
-            raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
-                             " model, or an adapter of more than linears in layers (lm_head,"
-                             " embeddings, modules_to_save)?")
-        if not (name := linears[bare]):  # outside the text model, see linears_in_4bit()
-            raise ValueError(f"{stem}: the files of {directory} have another name for this linear"
-                             " than transformers: use the adapter unmerged")
-        n_out, n_in = stored[name].shape
-        shapes = linear_adapter_shapes(n_out, n_in, settings["r"], settings["use_dora"])
-        slices[name] = [AdapterSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]
-    return slices
-
-
-def quantized_outside(
-    directory: Path, outside: dict[str, str], slices: dict[str, list[AdapterSlice]]
-) -> list[str]:
-    """Return the linears outside the text model that were in NF4 in training: all of them if one
-    has an adapter; else it is not known, and none. Raises ValueError if the files have other
-    names."""
-    if slices.keys() & outside.values():  # then the base was loaded with these linears
-        if not all(outside.values()):
-            raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
-                             " other names than transformers: use the adapter unmerged")
-        return [*outside.values()]
-    if outside:
-        print(f"note: {len(outside)} linears outside the text model, such as {min(outside)}, have"
-              " no adapter and stay as the base has them: whether they were in NF4 in training is"
-              " not known")
-    return []
-
-
 def linears_in_4bit(
     directory: Path, config: transformers.PreTrainedConfig, model_class: Any,
     stored: dict[str, StoredTensor],
@@ -132,7 +75,8 @@ def linears_in_4bit(
     """Return two dicts of the linears that transformers quantizes with load_in_4bit, {bare_name():
     its tensor's name in the files}: those of the text model, and those outside of it. The name is
     "" for one outside of it that the files do not have under transformers' name. Raises ValueError
-    for a text model with such a linear, with a Conv1D, or with experts."""
+    if the text model has experts, or a linear that the files do not have under this name; or if any
+    linear is a Conv1D."""
     with errors_about(f"--base_model {directory}: transformers does not load it"):
         with accelerate.init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, dtype=torch.bfloat16)
@@ -169,6 +113,63 @@ def refuse_experts(directory: Path, model: nn.Module, text_modules: set[nn.Modul
                         f"--base_model {directory}: has experts: {key} is in NF4 or in bf16"
                         " depending on the version of transformers, which the adapter does not"
                         " tell: use it unmerged, or train with train_fsdp_qlora.py")
+
+
+def slices_by_linear(
+    adapter_names: Iterable[str], settings: dict[str, Any], directory: Path,
+    linears: dict[str, str], stored: dict[str, StoredTensor]
+) -> dict[str, list[AdapterSlice]]:
+    """Return {linear: the AdapterSlice of each tensor of its adapter}. `linears`: both
+    dicts of linears_in_4bit(), of the base in `directory`. Raises ValueError if the adapter has
+    another linear."""
+    slices = {}
+    for stem in sorted({name.rpartition(".lora_")[0] or name for name in adapter_names}):
+        if (bare := bare_name(stem)) not in linears:
+            raise ValueError(f"{stem} is not a linear of the layers of {directory}: another base"
+                             " model, or an adapter of more than linears in layers (lm_head,"
+                             " embeddings, modules_to_save)?")
+        if not (name := linears[bare]):  # outside the text model, see linears_in_4bit()
+            raise ValueError(f"{stem}: the files of {directory} have another name for this linear"
+                             " than transformers: use the adapter unmerged")
+        n_out, n_in = stored[name].shape
+        shapes = linear_adapter_shapes(n_out, n_in, settings["r"], settings["use_dora"])
+        slices[name] = [AdapterSlice(f"{stem}.{key}", shape) for key, shape in shapes.items()]
+    return slices
+
+
+def quantized_outside(
+    directory: Path, outside: dict[str, str], slices: dict[str, list[AdapterSlice]]
+) -> list[str]:
+    """Return the linears outside the text model that were in NF4 in training: all of them if one
+    has an adapter; else it is not known, and none. Raises ValueError if the files have other
+    names."""
+    if slices.keys() & outside.values():  # then the base was loaded with these linears
+        if not all(outside.values()):
+            raise ValueError(f"--base_model {directory}: its tensors outside the text model have"
+                             " other names than transformers: use the adapter unmerged")
+        return [*outside.values()]
+    if outside:
+        print(f"note: {len(outside)} linears outside the text model, such as {min(outside)}, have"
+              " no adapter and stay as the base has them: whether they were in NF4 in training is"
+              " not known")
+    return []
+
+
+def base_in_16_bits(
+    directory: Path, stored: dict[str, StoredTensor], linears: list[str], model_class: Any
+) -> BaseForMerge:
+    """Return the base, of which training had the tensors named `linears` in NF4."""
+    names = TensorNames(
+        linears={name: LinearShape(name, stored[name].shape[0], stored[name].shape[1], bias=False)
+                 for name in linears})
+    # other dtypes are left out, and counted as not used
+    shapes = {name: (tensor.shape, merged_dtype(tensor))
+              for name, tensor in in_file_order(stored) if tensor.dtype in (*FLOATS, "I64")}
+    paths = {name: stored[name].path for name in shapes}
+    return BaseForMerge(
+        directory=directory, stored=stored, names=names,
+        merged_layout=MergedLayout(shapes, paths, find_linears(names)),
+        auto_class=model_class, training_dtype=torch.bfloat16)
 
 
 def template_beside(adapter_dir: Path) -> Path | None:

@@ -19,11 +19,12 @@ from fsdp_qlora.quant.blocks import MXFP4_BLOCKSIZE
 
 @dataclasses.dataclass(frozen=True)
 class MergedLayout:
-    """The tensors of a merged model. The keys of all dicts are their names."""
+    """The tensors of a merged model: dicts by their names."""
 
     shapes: TensorShapes  # file by file
     paths: dict[str, Path]  # the base's file; the merged one has the same file name
-    linears_in: dict[str, dict[str, StackedSlice]]  # {linear in the tensor: its place there}
+    # {name: {name in the base of a linear in this tensor: its place there}}
+    linears_in: dict[str, dict[str, StackedSlice]]
 
     @property
     def n_bytes(self) -> int:
@@ -65,7 +66,7 @@ def make_merged_layout(
     """Return the layout of the model that is merged from these tensors. Experts in MXFP4 become
     [experts, in, out], the form of gpt-oss, the only family with MXFP4."""
     shapes, paths = {}, {}
-    # files may have a tied lm_head, which is not in `shapes`; scales are multiplied into weights
+    # files may have a tied lm_head, which is not in names.shapes; scales go into their weights
     used = {*names.shapes, names.lm_head} - {*names.scaled.values()}
     for name, tensor in in_file_order(stored):
         if name not in used:
