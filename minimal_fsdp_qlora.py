@@ -22,8 +22,8 @@ has `layers` and their files name each tensor as the model does. It refuses:
     models without `layers` (GPT-2, Falcon, BLOOM)
     models whose tensors transformers renames while it loads them (the lm_head of Pythia)
 
-Bamba and Granite 4.0 H train where mamba-ssm is not installed: its kernel would multiply by 4-bit
-codes, and end with an error of shapes.
+Bamba and Granite 4.0 H train only if mamba-ssm is not installed. Its fused kernel takes the weight
+of out_proj without dequantizing it, so the run would end with an error of shapes.
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
@@ -177,8 +177,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, of all GPUs together")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="rows of max_seq_len tokens that a GPU computes at once; more if they"
-                        " are shorter, up to micro_batch_size * max_seq_len tokens with padding")
+                        help="full rows (of max_seq_len tokens) that a GPU computes at once; of"
+                        " shorter rows, as many as fit in the same number of tokens, with padding")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
