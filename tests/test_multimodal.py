@@ -131,7 +131,8 @@ def test_head_tied_by_the_outer_flag_alone_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change, words", [
     ({}, None), ({"mtp.fc.weight_scale_inv": None}, "mtp.fc.weight is F8_E4M3 without .*_scale_in"),
-    ({"mtp.fc.weight_packed": torch.zeros(2)}, "mtp.fc.weight_packed is of a weight in 4-bit")])
+    ({"mtp.fc.weight_packed": torch.zeros(2)}, "mtp.fc.weight_packed is of a weight in 4-bit"),
+    ({"mtp.count": torch.tensor(9, dtype=torch.int32)}, "mtp.count is I32, which is not merged")])
 def test_fp8_outside_the_text_model_is_multiplied_by_its_scales(change, words, tmp_path):
     """As in Qwen 3.5's layers for multi-token prediction."""
     write_model(tmp_path, TINY["qwen3_5_vl"](320))
