@@ -21,36 +21,35 @@ has `layers` and their files name each tensor as the model does. It refuses:
     MoE models, Gemma 4 E2B and E4B, RecurrentGemma, Falcon-H1, Mamba, Nemotron-H, Zamba2
     models without `layers` (GPT-2, Falcon, BLOOM)
     models whose tensors transformers renames while it loads them (the lm_head of Pythia)
-
-Bamba and Granite 4.0 H train only if mamba-ssm is not installed. Its fused kernel takes the weight
-of out_proj without dequantizing it, so the run would end with an error of shapes.
+    Bamba and Granite 4.0, if mamba-ssm is installed
 
 A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
 or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
 24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
 
-    to change                                     edit
+    to change                                     edit (*: see Recipes, at the end of this file)
     flags                                         parse_args(), check_args()
-    which linears have LoRA, dropout              build_model()
-    a model class of your own                     build_model()
+    which linears have LoRA, dropout *            build_model()
+    a model class of your own *                   build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS, and load the adapter with the same:
-                                                  save_adapter() says how
+    quantization                                  NF4_KWARGS; use the adapter with the same
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
-    offloading, HSDP                              fsdp_policy()
+    offloading, HSDP *                            fsdp_policy(); for HSDP also clip_gradient()
     micro-batches                                 micro_batches()
-    the loss, and what it is divided by           rows_loss(), cross_entropy(); count_loss_tokens()
+    the loss, and what it is divided by *         rows_loss(), cross_entropy(); count_loss_tokens()
+    weight of an answer or a token *              check_example(), encode_answer(), Row, make_row(),
+                                                  count_loss_tokens(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
-    initial adapter                               init_lora()
-    evaluation                                    evaluate(), and where train() calls it
-    metrics to wandb or a file                    log_step(), log_eval()
-    what is saved; to use or merge the adapter    save_adapter()
+    initial adapter *                             init_lora()
+    evaluation, generated text *                  evaluate(), and where train() calls it
+    metrics to wandb * or a file                  log_step(), log_eval()
+    what is saved                                 save_adapter()
     columns of the data set                       encode()
     rows of your own reader or DataLoader         read_rows(), rows_of_all_steps(), train()
     options of the chat template                  render()
     a data set of the Hub                         nothing: save it as JSONL with Dataset.to_json
-    weight of an answer or a token                check_example(), encode_answer(), Row, make_row(),
-                                                  count_loss_tokens(), rows_loss()
+
+Recipes also has how to use the adapter, and how to merge it.
 
 On several machines run torchrun with --nnodes, --rdzv_backend c10d and --rdzv_endpoint on each of
 them, with the model and the data there. The machine of rank 0 gets the adapter.
@@ -79,6 +78,7 @@ import time
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -122,14 +122,17 @@ WARMUP_FRACTION = 0.03  # fraction of all steps
 # vocabulary has 128k tokens
 LOSS_CHUNK = 1024
 IGNORE_INDEX = -100  # label of a token that is not in the loss
+# keys of a line by which other trainers and chat templates change the training
+UNHANDLED_WITH_TEXT = ("weight",)
+UNHANDLED_WITH_MESSAGES = (
+    "weight", "system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs",
+    "completion", "chosen", "rejected", "label", "kto_tag", "train")
 
 
 class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
-    Every field must be a tensor with one value per token, because read_rows() truncates fields at
-    --max_seq_len. To weight the loss, add a field `weights`, fp32 [tokens], also where a whole
-    answer has one weight.
+    read_rows() truncates every field at --max_seq_len, so each must have one value per token.
     """
 
     ids: Tensor  # [tokens]
@@ -262,19 +265,7 @@ def find_model(args: Namespace) -> Path:
 
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
     """Build the model on meta, which needs almost no memory. The linears of its decoder layers
-    become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16.
-
-    A model class of your own: write MyConfig.from_pretrained(model_dir) and
-    MyForCausalLM._from_config(config, dtype=DTYPE) in place of the Auto classes' calls. It needs
-
-        the base classes PreTrainedModel and GenerationMixin, and config_class = MyConfig
-        supports_gradient_checkpointing = True
-        get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
-            (transformers.modeling_layers)
-        forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
-        parameters named as in the files; only the prefixes that bare_name() removes may differ
-        nn.Linear itself in its layers: a subclass would be replaced, and lose its own forward()
-    """
+    become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
     config = AutoConfig.from_pretrained(model_dir)
     check_config(config, args)
     # buffers such as rotary frequencies get their values here, because no file has them
@@ -292,12 +283,6 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
     model.requires_grad_(False)
     model.name_or_path = args.model  # for adapter_config.json
     model.is_loaded_in_4bit = True  # or PEFT would use its LoRA layer for plain linears
-    # To change LoRA:
-    # - on fewer linears: target_modules=[name for name in linears if ".self_attn." in name]. Every
-    #   layer needs at least one, see shard_layer()
-    # - dropout: lora_dropout=0.05; rsLoRA: use_rslora=True
-    # - not possible: DoRA, PiSSA and OLoRA, which need the weights, but these are on meta here; and
-    #   modules_to_save, because only LoRA is initialized and saved
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(linears),
                       task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, low_cpu_mem_usage=True)  # LoRA is on meta, too
@@ -313,6 +298,9 @@ def check_config(config: PreTrainedConfig, args: Namespace) -> None:
         fail(f"--model {args.model}: is already quantized; pass the original model")
     if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
         fail(f"--model {args.model}: PEFT has no LoRA for the out_proj of {config.model_type}")
+    if config.model_type in ("bamba", "granitemoehybrid") and find_spec("mamba_ssm"):
+        fail(f"--model {args.model}: uninstall mamba-ssm, whose kernel would take the 4-bit weight"
+             " of out_proj without dequantizing it")
     if config.model_type == "zamba2":
         fail(f"--model {args.model}: its layers share weights, so they cannot be FSDP units")
     text_config = config.get_text_config()
@@ -469,18 +457,7 @@ def init_lora(
     module: LoraLayer, name: str, init_lora_weights: bool | str, device: torch.device
 ) -> None:
     """Materialize LoRA in fp32, with PEFT's initial values. `init_lora_weights` is True or
-    "gaussian"; PEFT's other choices do not work here.
-
-    To begin with an existing adapter, do not load it by PeftModel.from_pretrained(), because this
-    function would overwrite it. Keep get_peft_model(), and give LoraConfig the adapter's r,
-    lora_alpha, use_rslora and target_modules: nothing checks that the scale is the same and that no
-    linear of the adapter is left out. Copy the adapter's values at the end of this function:
-
-        file = safe_open("adapter/adapter_model.safetensors", "pt")
-        for part in ("lora_A", "lora_B"):
-            getattr(module, part)["default"].weight.data.copy_(
-                file.get_tensor(f"base_model.model.{name}.{part}.weight"))
-    """
+    "gaussian"; PEFT's other choices do not work here."""
     if not init_lora_weights:
         raise RuntimeError("init_lora_weights=False would leave LoRA uninitialized")
     for matrices in (module.lora_A, module.lora_B):
@@ -496,9 +473,6 @@ def fsdp_policy(offload: bool, device: torch.device) -> dict[str, Any]:
     - activations and logits
     - a copy of LoRA's shards with their gradients and optimizer state, see train()
     - all scales of NF4, 1 GiB for a 70B: they are not parameters, so FSDP2 does not handle them
-
-    For HSDP (each machine has the whole model) add "mesh": dist.init_device_mesh("cuda",
-    (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard")), and edit clip_gradient().
     """
     offload_policy = OffloadPolicy()
     if offload:
@@ -526,7 +500,7 @@ def shard_layer(layer: nn.Module, policy: dict[str, Any]) -> None:
     # have the whole model in 4 bits from forward to backward
     fully_shard(layer, reshard_after_forward=True, **policy)
     layer.unshard()
-    for linear, codes in zip(linears, before):
+    for linear, codes in zip(linears, before, strict=True):
         if not torch.equal(linear.weight.view(torch.uint8), codes):
             raise RuntimeError("gathered 4-bit weights differ from those that this rank quantized:"
                                " every layer must have LoRA in fp32, MixedPrecisionPolicy's"
@@ -561,8 +535,9 @@ def train(
 ) -> None:
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, and with --offload they are in host memory. So it steps
-    # copies of this rank's shards on the GPU, which are copied back below. torch.optim.AdamW would
-    # do, too, with the same arguments; Muon and Adafactor would silently take a shard for the whole
+    # copies of this rank's shards on the GPU, which are copied back below. Paged: if the GPU's
+    # memory is full, CUDA moves the optimizer's state to host memory. torch.optim.AdamW would do,
+    # too, with the same arguments; Muon and Adafactor would silently take a shard for the whole
     # matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
@@ -590,13 +565,13 @@ def train(
             step_loss += loss.detach()
 
         dist.all_reduce(step_loss)  # for the log and the check: the gradients are already summed
-        for dtensor, shard_copy in zip(dtensors, shard_copies):
+        for dtensor, shard_copy in zip(dtensors, shard_copies, strict=True):
             shard_copy.grad = dtensor.grad.to_local().to(device)
         norm = clip_gradient(shard_copies)
         stop_if_diverged(step, step_loss, norm)
 
         optimizer.step()
-        for dtensor, shard_copy in zip(dtensors, shard_copies):
+        for dtensor, shard_copy in zip(dtensors, shard_copies, strict=True):
             dtensor.to_local().detach().copy_(shard_copy.detach())
         model.zero_grad()  # the DTensors' gradients
         optimizer.zero_grad()  # and the copies', which would use memory during the next step
@@ -633,11 +608,7 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 def count_loss_tokens(rows: list[Row]) -> float:
     """Return the number of tokens in the loss of these rows, which is the loss's divisor.
-    read_rows() leaves out each row for which this function returns 0. If you add weights, return
-    the sum of these tokens' weights:
-
-        return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item() for row in rows)
-    """
+    read_rows() leaves out each row for which this function returns 0."""
     # from 1: nothing predicts the first token
     return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
@@ -645,18 +616,6 @@ def count_loss_tokens(rows: list[Row]) -> float:
 def rows_loss(model: PeftModel, rows: list[Row], device: torch.device) -> Tensor:
     """Return the sum of the losses of all tokens in this rank's rows of a micro-batch. train() and
     evaluate() divide it by count_loss_tokens() of the rows of all ranks.
-
-    A loss of your own must be a sum, too, and count_loss_tokens() its divisor. For a row without a
-    token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still be computed
-    from the model's logits: a constant would skip backward, and forward and backward are
-    collectives. It must not compare rows with each other, as a preference loss does:
-    micro_batches() sorts them, and deals them to the ranks.
-
-    Weights, if Row has them, are shifted as the targets are:
-
-        weights = pad_sequence([row.weights for row in rows], batch_first=True)
-        weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)
-        return losses @ weights
 
     Rows are right-padded, without a mask: a causal model's tokens do not see what follows them, and
     the loss ignores the padding. Do not pack several texts into a row: they would see each other.
@@ -680,11 +639,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits [tokens, vocabulary]. LOSS_CHUNK tokens are computed at a time, and checkpoint()
     recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
-    def chunk_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    def chunk_losses(chunk: Tensor, its_targets: Tensor) -> Tensor:
         return F.cross_entropy(
-            logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+            chunk.float(), its_targets, ignore_index=IGNORE_INDEX, reduction="none")
 
-    chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))
+    chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
     return torch.cat([checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks])
 
 
@@ -692,18 +651,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def evaluate(
     model: PeftModel, eval_rows: list[Row], args: Namespace, device: torch.device
 ) -> float:
-    """Return the mean loss per token of eval_rows, which are the same on every rank.
-
-    To generate text, pass the tokenizer from main() through train() to here, and add this after the
-    loop over micro-batches, on all ranks and equally often:
-
-        row = eval_rows[0]
-        ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)  # its prompt; a text has none
-        model.unshard()  # embedding and lm_head, because generate() calls no forward of `model`
-        output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)
-        model.reshard()
-        log(tokenizer.decode(output_ids[0]))
-    """
+    """Return the mean loss per token of eval_rows, which are the same on every rank."""
     model.eval()
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -722,8 +670,7 @@ def evaluate(
 def clip_gradient(shards: list[nn.Parameter]) -> Tensor:
     """Scale the gradient of all ranks down to MAX_GRAD_NORM. Returns its norm before that."""
     norm = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
-    # shards are disjoint, so their squared norms add up. With HSDP each machine adds all of them:
-    # divide the sum by the number of machines
+    # shards are disjoint, so their squared norms add up
     dist.all_reduce(norm)
     norm.sqrt_()
     nn.utils.clip_grads_with_norm_(shards, MAX_GRAD_NORM, norm)
@@ -753,18 +700,7 @@ def lr_factor(step: int, n_steps: int) -> float:
 def log_step(
     step: int, n_steps: int, loss: Tensor, lr: float, norm: Tensor, speed: float
 ) -> None:
-    """Print a step's metrics. `speed`: tokens per second per rank.
-
-    For wandb: import wandb; in main(), after init_distributed(),
-
-        if dist.get_rank() == 0:
-            wandb.init()
-
-    and here
-
-        if dist.get_rank() == 0:
-            wandb.log({"loss": loss.item()}, step=step)
-    """
+    """Print a step's metrics. `speed`: tokens per second per rank."""
     worker, memory = "process", ""
     if loss.is_cuda:
         worker, memory = "GPU", f" | peak {torch.cuda.max_memory_allocated() / 2**30:5.2f} GiB"
@@ -794,30 +730,6 @@ def save_adapter(model: PeftModel, args: Namespace, device: torch.device) -> Non
 
     Each file is written in partial/, and then replaces that of the last save. So a run that is
     killed during a save can leave half-written files only there.
-
-    To use the adapter, load it with the model in NF4, as it was trained. With another quant_type or
-    compress_statistics (here: use_double_quant) than in NF4_KWARGS the 4-bit weights would differ,
-    and the adapter would fit them less well, without an error. quant_storage may differ: it only
-    packs the same codes in another dtype.
-
-        nf4 = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
-        model = PeftModel.from_pretrained(model, "adapter")
-
-    To merge it, dequantize the model first, because the adapter was trained on the 4-bit values.
-    This needs host memory for the whole model in bf16:
-
-        model = AutoModelForCausalLM.from_pretrained(
-            name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
-        PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
-
-    Then copy tokenizer*, chat_template* and special_tokens_map.json, where they exist, from
-    "adapter" to "merged". load_in_4bit quantizes a vision tower, too, but training left it in bf16:
-    for a Gemma 3 that reads images, add llm_int8_skip_modules=["model.vision_tower", "lm_head"] to
-    nf4.
     """
     state_dict = {name: p.detach().to(device).full_tensor().cpu()
                   for name, p in model.named_parameters() if p.requires_grad}
@@ -843,12 +755,13 @@ def read_rows(
     """Return the rows of a data set, truncated to --max_seq_len, that have a token in the loss.
     Lines are read in random order until there are `n_needed` rows. Every rank reads all of this,
     and returns the same rows: 16 bytes of host memory per token, on each rank."""
+    data = Path(path).read_bytes()
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(Path(path).read_bytes()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(data).hexdigest())
     if len(set(digests)) > 1:  # ranks with different rows would train wrongly, without an error
         fail(f"{path}: not the same file on all machines")
     # as bytes: str.splitlines() also splits at characters such as U+2028
-    lines = list(enumerate(Path(path).read_bytes().splitlines(), start=1))
+    lines = list(enumerate(data.splitlines(), start=1))
     random.Random(SEED).shuffle(lines)
     rows: list[Row] = []
     columns: set[str] = set()
@@ -916,12 +829,7 @@ def check_example(example: dict[str, Any]) -> None:
         raise DataError("expected a string as text")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise DataError("expected a list of objects as messages")
-    unhandled = ["weight"]  # keys by which other trainers and chat templates change the training
-    if "messages" in example:
-        unhandled += ["system", "system_prompt", "tools", "functions", "documents",
-                      "chat_template_kwargs", "completion", "chosen", "rejected", "label",
-                      "kto_tag", "train"]
-    for key in unhandled:
+    for key in UNHANDLED_WITH_MESSAGES if "messages" in example else UNHANDLED_WITH_TEXT:
         if example.get(key) not in (None, "", [], {}):
             raise DataError(f"{key!r} would change the training in some other trainers or chat"
                             " templates, and this file does not handle it; if it should not matter,"
@@ -1042,3 +950,116 @@ if __name__ == "__main__":
         # a process of torch 2.13 with gloo can crash while it ends; all is saved (if you use wandb:
         # call wandb.finish() before)
         os._exit(0)
+
+
+# ---- Recipes ------------------------------------------------------------------------------------
+#
+# USE THE ADAPTER with the model in NF4, as it was trained. With another quant_type or
+# compress_statistics (here: use_double_quant) than in NF4_KWARGS the 4-bit weights would differ,
+# and the adapter would fit them less well, without an error. quant_storage may differ: it only
+# packs the same codes in another dtype.
+#
+#     import torch
+#     from peft import PeftModel
+#     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+#
+#     name = "Qwen/Qwen3-8B"  # --model
+#     nf4 = BitsAndBytesConfig(
+#         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+#         bnb_4bit_compute_dtype=torch.bfloat16)
+#     model = AutoModelForCausalLM.from_pretrained(
+#         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="auto")  # over all GPUs
+#     model = PeftModel.from_pretrained(model, "adapter")
+#
+# load_in_4bit quantizes a vision tower, too, but training left it in bf16: for a Gemma 3 that reads
+# images, add llm_int8_skip_modules=["model.vision_tower", "lm_head"] to nf4.
+#
+# MERGE THE ADAPTER into the dequantized model, because it was trained on the 4-bit values. This
+# needs host memory for the whole model in bf16. `name` and `nf4` are those of above:
+#
+#     model = AutoModelForCausalLM.from_pretrained(
+#         name, quantization_config=nf4, dtype=torch.bfloat16, device_map="cpu").dequantize()
+#     PeftModel.from_pretrained(model, "adapter").merge_and_unload().save_pretrained("merged")
+#
+# Then copy tokenizer*, chat_template* and special_tokens_map.json, where they exist, from "adapter"
+# to "merged".
+#
+# CHANGE LORA in the LoraConfig of build_model():
+#
+#     target_modules=[name for name in linears if ".self_attn." in name]  # every layer needs one
+#     lora_dropout=0.05
+#     use_rslora=True
+#
+# Not possible are DoRA, PiSSA and OLoRA, which need the weights, but these are on meta there; and
+# modules_to_save, because only LoRA is initialized and saved.
+#
+# BEGIN WITH AN EXISTING ADAPTER, but not by PeftModel.from_pretrained(), whose values init_lora()
+# would overwrite. Add at its end
+#
+#     file = safe_open("adapter/adapter_model.safetensors", "pt")
+#     for part in ("lora_A", "lora_B"):
+#         getattr(module, part)["default"].weight.data.copy_(
+#             file.get_tensor(f"base_model.model.{name}.{part}.weight"))
+#
+# and give LoraConfig in build_model() the adapter's r, lora_alpha, use_rslora and target_modules:
+# nothing checks that the scale is the same and that no linear of the adapter is left out.
+#
+# TRAIN A MODEL CLASS OF YOUR OWN: in build_model() write MyConfig.from_pretrained(model_dir) and
+# MyForCausalLM._from_config(config, dtype=DTYPE) in place of the Auto classes' calls. It needs
+#
+#     the base classes PreTrainedModel and GenerationMixin, and config_class = MyConfig
+#     supports_gradient_checkpointing = True
+#     get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
+#         (transformers.modeling_layers)
+#     forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
+#     parameters named as in the files; only the prefixes that bare_name() removes may differ
+#     nn.Linear itself in its layers: a subclass would be replaced, and lose its own forward()
+#
+# USE HSDP, where each machine has the whole model: add this to what fsdp_policy() returns,
+#
+#     "mesh": dist.init_device_mesh(
+#         "cuda", (n_machines, n_gpus_of_each), mesh_dim_names=("replicate", "shard"))
+#
+# and before norm.sqrt_() in clip_gradient(), because each machine adds the norms of all shards,
+#
+#     norm /= n_machines
+#
+# WRITE ANOTHER LOSS in rows_loss(). It must be a sum, too, and count_loss_tokens() its divisor. For
+# a row without a token in the loss, such as micro_batches() adds, it must be 0, not NaN, and still
+# be computed from the model's logits: a constant would skip backward, and forward and backward are
+# collectives. It must not compare rows with each other, as a preference loss does: micro_batches()
+# sorts them, and deals them to the ranks.
+#
+# WEIGHT THE TOKENS OR ANSWERS. Give Row a field `weights`, fp32 [tokens], also where a whole answer
+# has one weight, and let make_row() fill it. In count_loss_tokens()
+#
+#     return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item() for row in rows)
+#
+# and in rows_loss(), shifted as the targets are,
+#
+#     weights = pad_sequence([row.weights for row in rows], batch_first=True)
+#     weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)
+#     return losses @ weights
+#
+# If the weights are in the data set, check_example() must accept them, and encode_answer() pass
+# them on.
+#
+# GENERATE TEXT IN AN EVALUATION. Pass the tokenizer from main() through train() to evaluate(), and
+# add this after its loop over micro-batches, on all ranks and equally often:
+#
+#     row = eval_rows[0]
+#     ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)  # its prompt; a text has none
+#     model.unshard()  # embedding and lm_head, because generate() calls no forward of `model`
+#     output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)
+#     model.reshard()
+#     log(tokenizer.decode(output_ids[0]))
+#
+# LOG TO WANDB: in main(), after init_distributed(),
+#
+#     if dist.get_rank() == 0:
+#         wandb.init()
+#
+# and in log_step()
+#
+#     if dist.get_rank() == 0:
+#         wandb.log({"loss": loss.item()}, step=step)

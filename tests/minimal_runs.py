@@ -5,8 +5,10 @@ how it is to compute."""
 import ast
 import contextlib
 import io
+import re
 import shutil
 import sys
+import textwrap
 import types
 from pathlib import Path
 from unittest import mock
@@ -214,11 +216,35 @@ def killed_while_saving():
     return [(script, "save_adapter", save)]
 
 
-EDITS = {  # as its comments and its docstring tell a user to edit it: text before, text after
+def read_recipes():
+    """{the capitals that a recipe of the script begins with: its pieces of code}"""
+    text = Path(script.__file__).read_text().partition("# ---- Recipes")[2]
+    _, *parts = re.split(r"^#\n# ([A-Z]{2,}(?: [A-Z]+\b)*)", text, flags=re.M)
+    return {title: [re.sub("^#     ", "", block, flags=re.M)
+                    for block in re.findall(r"(?:^#     .*\n)+", recipe, re.M)]
+            for title, recipe in zip(parts[::2], parts[1::2], strict=True)}  # fmt: skip
+
+
+RECIPES = read_recipes()
+MESH, DIVIDE_NORM = RECIPES["USE HSDP"]
+COUNT_WEIGHTS, WEIGHT_LOSSES = RECIPES["WEIGHT THE TOKENS OR ANSWERS"]
+GENERATE = RECIPES["GENERATE TEXT IN AN EVALUATION"][0].replace(
+    "tokenizer.decode(output_ids[0])", 'f"generated {len(output_ids[0]) - len(ids[0])} tokens"')
+LORA_CHOICES = ", ".join(re.sub("  #.*", "", choice)
+                         for choice in RECIPES["CHANGE LORA"][0].splitlines())
+
+
+def before(line, code):
+    """An edit that puts a recipe's code before a line of a function."""
+    return line, textwrap.indent(code, "    ") + line
+
+
+EDITS = {  # as the recipes and the comments tell a user to edit it: text before, text after
     "HSDP": [
-        ('"mp_policy": MixedPrecisionPolicy()}', '"mp_policy": MixedPrecisionPolicy(), "mesh":'
-         ' dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))}'),
-        ("    norm.sqrt_()", "    norm /= 2\n    norm.sqrt_()")],
+        ('"mp_policy": MixedPrecisionPolicy()}', '"mp_policy": MixedPrecisionPolicy(), '
+         + MESH.replace('"cuda"', "device.type").replace("n_machines, n_gpus_of_each", "2, 2")
+         + "}"),
+        before("    norm.sqrt_()", DIVIDE_NORM.replace("n_machines", "2"))],
     "layers stay gathered": [  # by an evaluation, too, until the next backward
         ("layer, reshard_after_forward=True", "layer, reshard_after_forward=False"),
         ("            save_adapter(", "            evaluate(model, eval_rows, args, device)\n"
@@ -227,40 +253,24 @@ EDITS = {  # as its comments and its docstring tell a user to edit it: text befo
         ("PagedAdamW8bit(shard_copies,", 'PagedAdamW8bit([{"params": shard_copies[::2]},'
          ' {"params": shard_copies[1::2], "lr": 16 * args.learning_rate}],')],
     "initial adapter": [
-        ('("default", init_lora_weights)', '("default", init_lora_weights)\n'
-         '    file = safe_open("llama-adapter/adapter_model.safetensors", "pt")\n'
-         '    for part in ("lora_A", "lora_B"):\n'
-         '        getattr(module, part)["default"].weight.data.copy_(\n'
-         '            file.get_tensor(f"base_model.model.{name}.{part}.weight"))')],
+        ('("default", init_lora_weights)', '("default", init_lora_weights)\n' + textwrap.indent(
+            RECIPES["BEGIN WITH AN EXISTING ADAPTER"][0], "    ").replace(
+                "adapter/adapter_model", "llama-adapter/adapter_model"))],
     "gaussian": [("target_modules=list(linears),",
                   'target_modules=list(linears), init_lora_weights="gaussian",')],
     "weights": [  # of 0.25 for all tokens, which change nothing
         ("    labels: Tensor", "    weights: Tensor\n    labels: Tensor"),
         ("    return Row(torch.tensor(ids),",
          "    return Row(torch.tensor(ids), torch.full([len(ids)], 0.25),"),
-        ("    return sum((row.labels[1:] != IGNORE_INDEX).sum().item()",
-         "    return sum(row.weights[1:][row.labels[1:] != IGNORE_INDEX].sum().item()"),
-        ("    return losses.sum()",
-         "    weights = pad_sequence([row.weights for row in rows], batch_first=True)\n"
-         "    weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)\n"
-         "    return losses @ weights")],
+        before("    return sum((row.labels[1:] != IGNORE_INDEX).sum().item()", COUNT_WEIGHTS),
+        before("    return losses.sum()", WEIGHT_LOSSES)],
     "columns": [
         ("    check_example(example)\n    if",
          '    example = {"messages": [{"role": "user", "content": example["prompt"]},'
          ' {"role": "assistant", "content": example["response"]}]}\n'
          "    check_example(example)\n    if")],
-    "attention only": [
-        ("target_modules=list(linears),", "target_modules=[name for name in linears"
-         ' if ".self_attn." in name], lora_dropout=0.05,')],
-    "generation": [
-        ("    model.train()\n    for unit",
-         "    row = eval_rows[0]\n"
-         "    ids = row.ids[row.labels == IGNORE_INDEX][None].to(device)\n"
-         "    model.unshard()\n"
-         "    output_ids = model.generate(input_ids=ids, max_new_tokens=64, synced_gpus=True)\n"
-         "    model.reshard()\n"
-         '    log(f"generated {len(output_ids[0]) - len(ids[0])} tokens")\n'
-         "    model.train()\n    for unit")],
+    "attention only": [("target_modules=list(linears),", f"{LORA_CHOICES},")],
+    "generation": [before("    model.train()\n    for unit", GENERATE)],
     "AdamW": [("bnb.optim.PagedAdamW8bit(", "torch.optim.AdamW(")],
 }  # fmt: skip
 

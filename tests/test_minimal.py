@@ -9,7 +9,6 @@ import math
 import random
 import re
 import shutil
-import textwrap
 import sys
 
 import bitsandbytes as bnb
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import DEVICE, ROOT, do_here, needs_ranks, one_process, selected_params
-from minimal_runs import EDITS, PROBE, OwnConfig, OwnForCausalLM
+from minimal_runs import EDITS, PROBE, RECIPES, OwnConfig, OwnForCausalLM
 from peft import (
     LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict)
 from peft.tuners.lora import LoraLayer
@@ -472,16 +471,13 @@ def logits_of(model, ids):
         return model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0].float()
 
 
-def test_docstring_uses_and_merges_the_adapter(base, runs, tmp_path):
-    """The two pieces of code in the file's docstring: both models have the logits that training
-    ended with, to a twentieth of the adapter's effect."""
+def test_recipes_use_and_merge_the_adapter(base, runs, tmp_path):
+    """The two pieces of code at the file's end: both models have the logits that training ended
+    with, to a twentieth of the adapter's effect."""
     _, seen = runs("llama")
-    text = minimal_fsdp_qlora.save_adapter.__doc__
-    use, merge_it = (textwrap.dedent("\n".join(
-        line for line in part.splitlines() if line.startswith(" " * 8)))
-        for part in text.split("To merge it"))
-    names = {"torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": PeftModel,
-             "BitsAndBytesConfig": BitsAndBytesConfig, "name": base / "llama"}
+    use, merge_it = ("".join(RECIPES[title]) for title in ("USE THE ADAPTER", "MERGE THE ADAPTER"))
+    use = use.replace('"Qwen/Qwen3-8B"', repr(str(base / "llama")))
+    names = {}
     merged_dir = str(tmp_path / "merged")
     for code in use, merge_it:
         exec(code.replace('"adapter"', repr(str(base / "llama-adapter")))
@@ -815,6 +811,18 @@ def test_heads_too_wide_for_flash_attention_use_the_models_default(width, reason
             pytest.skip("flash-attn is installed")
         minimal_fsdp_qlora.choose_attention(model, torch.device("cuda"))
     assert f"attention: sdpa ({reason}" in capsys.readouterr().out
+
+
+def test_mamba_layers_are_refused_beside_mamba_ssm(tmp_path, monkeypatch, capsys):
+    config = AutoConfig.for_model("bamba", num_hidden_layers=2)
+    args = argparse.Namespace(model="bamba", max_seq_len=64)
+    minimal_fsdp_qlora.check_config(config, args)
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with one_process(), pytest.raises(SystemExit):
+        minimal_fsdp_qlora.check_config(config, args)
+    assert capsys.readouterr().out.startswith("error: --model bamba: uninstall mamba-ssm")
 
 
 def test_messages_need_a_chat_template(base):
