@@ -27,6 +27,9 @@ class RandomTensor:
     def __init__(self, name, shape):
         self.name, self.shape = name, shape
 
+    def get_shape(self):
+        return list(self.shape)
+
     def __getitem__(self, _):
         value = torch.ones(self.shape, dtype=torch.bfloat16, device=DEVICE)
         if len(self.shape) > 1:
