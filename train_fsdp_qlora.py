@@ -107,7 +107,7 @@ from fsdp_qlora.pretrained.architecture import Architecture
 from fsdp_qlora.ranks import (
     RunEnd, all_gather, check_ranks_agree, is_rank_0, n_cores, on_rank_0, raise_on_all_ranks)
 from fsdp_qlora.run import checkpoints
-from fsdp_qlora.run.directory import open_output, save_tokenizer, write_train_config
+from fsdp_qlora.run.directory import open_output_dir, save_tokenizer, write_train_config
 from fsdp_qlora.run.divergence import stop_if_diverged
 from fsdp_qlora.run.finish import finish_run, stop_run
 from fsdp_qlora.run.flags import parse_flags
@@ -175,7 +175,7 @@ def finetune(user_config: Config, device: torch.device, status: Status) -> None:
     check_ranks_agree(user_config, SCRIPT, VERSIONS | {"python": "{}.{}".format(*sys.version_info)})
     is_dry_run = user_config.max_steps == 0  # below, config has a whole run's steps instead
     config = agree_on_config(user_config)
-    with open_output(config, user_config, status) as (directory, is_complete):
+    with open_output_dir(config, user_config, status) as (directory, is_complete):
         if is_complete:
             return
 

@@ -23,7 +23,7 @@ from fsdp_qlora.layer import offload
 from fsdp_qlora.pretrained.model_directory import read_model_config
 from fsdp_qlora.ranks import RunEnd
 from fsdp_qlora.run import base_model
-from fsdp_qlora.run.directory import open_output
+from fsdp_qlora.run.directory import open_output_dir
 from fsdp_qlora.run.resolve import resolve_max_seq_len
 from fsdp_qlora.run.watch import watch_process
 
@@ -625,13 +625,13 @@ def test_start_that_fails_leaves_what_was_there(start, model, tmp_path):
     assert (tmp_path / "mine" / "notes").read_text() == "x"
     config = Config(output_dir=str(tmp_path / "runs" / "one"))
     with (watch_process() as status, one_process(), pytest.raises(RunEnd),
-          open_output(config, config, status) as (directory, _)):  # fmt: skip
+          open_output_dir(config, config, status) as (directory, _)):  # fmt: skip
         beside = directory.parent / "two"
         beside.mkdir()
         raise RunEnd("this one fails")
     assert beside.is_dir() and not directory.exists()
     with (watch_process() as status, one_process(), pytest.raises(RunEnd),
-          open_output(config, config, status) as (directory, _)):  # fmt: skip
+          open_output_dir(config, config, status) as (directory, _)):  # fmt: skip
         (directory / "notes").write_text("put there meanwhile")
         raise RunEnd("this one fails")
     assert [path.name for path in directory.iterdir()] == ["notes"]

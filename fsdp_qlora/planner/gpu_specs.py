@@ -21,7 +21,7 @@ class GPUSpec(NamedTuple):
     host_gb_s: float  # between GPU and host memory, each way: PCIe 4.0 or 5.0, x8 or x16
     # True if torch has grouped matmuls for it, see why_no_grouped_mm()
     has_grouped_mm: bool = False
-    cudnn: bool = False  # True if torch's SDPA is cuDNN's
+    sdpa_is_cudnn: bool = False  # True if torch's SDPA runs cuDNN's kernel
 
 
 GPU_SPECS = {  # among GPUs of one size, the slowest comes first
@@ -35,9 +35,9 @@ GPU_SPECS = {  # among GPUs of one size, the slowest comes first
     "A6000": GPUSpec(48, 45, 155, 768, 32, 32),
     "L40S": GPUSpec(48, 43, 362, 864, 32, 32),
     "A100": GPUSpec(80, 77.5, 312, 2039, 300, 32),
-    "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, has_grouped_mm=True, cudnn=True),
-    "H200": GPUSpec(141, 138, 989, 4800, 450, 64, has_grouped_mm=True, cudnn=True),
-    "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, has_grouped_mm=True, cudnn=True)}
+    "H100": GPUSpec(80, 77.5, 989, 3350, 450, 64, has_grouped_mm=True, sdpa_is_cudnn=True),
+    "H200": GPUSpec(141, 138, 989, 4800, 450, 64, has_grouped_mm=True, sdpa_is_cudnn=True),
+    "B200": GPUSpec(180, 176, 2250, 7700, 900, 64, has_grouped_mm=True, sdpa_is_cudnn=True)}
 # The fractions of these speeds that measure_machine() finds on H100s and H200s (LINK_FRACTION: on
 # two H200s). Other GPUs were not available; the same fractions are assumed for them.
 FLOPS_FRACTION, BANDWIDTH_FRACTION, LINK_FRACTION, HOST_FRACTION = 0.81, 0.85, 0.51, 0.78

@@ -31,7 +31,9 @@ from fsdp_qlora.run.status import Status
 
 
 @contextlib.contextmanager
-def open_output(config: Config, user_config: Config, status: Status) -> Iterator[tuple[Path, bool]]:
+def open_output_dir(
+    config: Config, user_config: Config, status: Status
+) -> Iterator[tuple[Path, bool]]:
     """Yield the output directory, locked, and whether the run in it is complete; log both.
 
     If the run ends by a RunEnd before train_config.json is written, everything that this start

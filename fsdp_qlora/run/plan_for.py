@@ -51,7 +51,7 @@ def print_plan_for(user_config: Config, optimizer_bytes_per_weight: float, statu
 
 def expects_attention_reuse(gpu: GPUSpec, arch: Architecture) -> bool:
     """Return what can_reuse_attention_results() is expected to return on this GPU."""
-    return (gpu.cudnn and [*architectures_by_attention_type(arch)] == ["full"]
+    return (gpu.sdpa_is_cudnn and [*architectures_by_attention_type(arch)] == ["full"]
             and not (arch.attention_softcap or arch.sinks or arch.attention_dropout)
             and all(heads.dim <= 128 for heads in arch.layer_heads))
 
