@@ -16,23 +16,25 @@ the adapter from PEFT.
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
 
 It trains the dense models of transformers (Llama, Qwen3, Gemma 3, ...) on text, if their decoder
-has `layers` and their files name each tensor as the model does. It refuses:
+has `layers` and their files name each tensor as the model does. It refuses, in one line:
 
-    MoE models, Gemma 4 E2B and E4B, RecurrentGemma, Falcon-H1, Mamba, Nemotron-H, Zamba2
-    models without `layers` (GPT-2, Falcon, BLOOM)
+    MoE models, Gemma 3n, Gemma 4 E2B and E4B, RecurrentGemma, Falcon-H1, Mamba, Nemotron-H, Zamba
+    models without `layers` (GPT-2, Falcon, BLOOM), or whose attention is not causal
     models whose tensors transformers renames while it loads them (the lm_head of Pythia)
+    models whose files are quantized, or do not fit their config.json
     Bamba and Granite 4.0, if mamba-ssm is installed
 
-A line of the data set is {"messages": [...]}, where only the assistant's answers are in the loss,
-or {"text": "..."}, where every token is. Without torchrun the file runs as one process on one GPU:
-24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
+A line of the data set is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
+"content": "..."}]}, where only the assistant's answers are in the loss, or {"text": "..."}, where
+every token is. Without torchrun the file runs as one process on one GPU: 24 GB are enough for a 70B
+with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
 
     to change                                     edit (*: see Recipes, at the end of this file)
     flags                                         parse_args(), check_args()
     which linears have LoRA, dropout *            build_model()
     a model class of your own *                   build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS; use the adapter with the same
+    quantization                                  NF4_KWARGS; the adapter fits only this NF4
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP *                            fsdp_policy(); for HSDP also clip_gradient()
     micro-batches                                 micro_batches()
@@ -123,16 +125,17 @@ WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024
 IGNORE_INDEX = -100  # label of a token that is not in the loss
 # keys of a line by which other trainers and chat templates change the training
-UNHANDLED_WITH_TEXT = ("weight",)
+UNHANDLED_WITH_TEXT = ("weight", "image", "images", "video", "videos", "audio", "audios")
 UNHANDLED_WITH_MESSAGES = (
-    "weight", "system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs",
-    "completion", "chosen", "rejected", "label", "kto_tag", "train")
+    *UNHANDLED_WITH_TEXT, "system", "system_prompt", "tools", "functions", "documents",
+    "chat_template_kwargs", "completion", "chosen", "rejected", "label", "kto_tag", "train")
 
 
 class Row(NamedTuple):
     """The tokens of a text, or of an answer and all messages before it.
 
-    read_rows() truncates every field at --max_seq_len, so each must have one value per token.
+    read_rows() truncates every field at --max_seq_len, so a field that you add must have one value
+    per token, too.
     """
 
     ids: Tensor  # [tokens]
@@ -155,6 +158,7 @@ def main() -> None:
     n_needed = args.max_steps * args.batch_size if args.max_steps else math.inf
     train_rows = rows_of_all_steps(read_rows(args.dataset, args, tokenizer, n_needed), args)
     eval_rows = read_rows(args.eval_dataset, args, tokenizer) if args.eval_dataset else []
+    check_same_on_all_ranks([*train_rows, *eval_rows], args)
     load_and_shard(model, args, model_dir, device)
     check_loaded(model)
     copy_tokenizer(model_dir, args.output_dir)
@@ -307,7 +311,8 @@ def check_config(config: PreTrainedConfig, args: Namespace) -> None:
     longest = getattr(text_config, "max_position_embeddings", None) or math.inf
     if args.max_seq_len > longest:
         fail(f"--max_seq_len {args.max_seq_len}: the model is made for {longest} tokens")
-    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+    if (not getattr(text_config, "is_causal", True)
+            or getattr(text_config, "use_bidirectional_attention", None) in (True, "all")):
         fail(f"--model {args.model}: its attention is not causal")
 
 
@@ -348,6 +353,9 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("layers."):
             fail(f"--model {model_name}: has a linear outside its layers ({name})")
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            fail(f"--model {model_name}: {name} is a {type(module).__name__}, whose own forward()"
+                 " would be lost with a Linear4bit in its place")
 
 
 def load_and_shard(
@@ -412,10 +420,17 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
             fail(f"{model_dir}: no model*.safetensors has {bare_name(name)}: a file is missing, or"
                  " transformers renames or converts this model's tensors while it loads them, which"
                  " this file does not")
+    in_model = {bare_name(name) for name, _ in causal_lm.named_buffers(remove_duplicate=False)}
+    first_names: dict[nn.Parameter, str] = {}
     # remove_duplicate=False names a tied lm_head, too: some files store it
-    in_model = {bare_name(name) for name, _ in (
-        *causal_lm.named_parameters(remove_duplicate=False),
-        *causal_lm.named_buffers(remove_duplicate=False))}
+    for name, param in causal_lm.named_parameters(remove_duplicate=False):
+        name = bare_name(name)
+        in_model.add(name)
+        first = first_names.setdefault(param, name)
+        if name != first and name in handles and not torch.equal(
+                handles[name][...], handles[first][...]):
+            fail(f"{model_dir}: config.json ties {name} to {first}, but they differ in the files;"
+                 " transformers would not tie them: set tie_word_embeddings to false there")
     if unused := sorted(set(handles) - in_model):
         log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
@@ -438,12 +453,16 @@ def load_module(
         value = buffer if stored is None else stored[...]  # most buffers are computed, not stored
         setattr(module, key, value.to(device, buffer.dtype))
     for key, param in list(module.named_parameters(recurse=False)):
-        stored = handles.get(bare_name(f"{name}.{key}"))
+        bare = bare_name(f"{name}.{key}")
+        stored = handles.get(bare)
         if stored is None:
             continue  # LoRA's, or a tied lm_head: open_weights() has refused any other
         if stored.get_shape() != list(param.shape):  # some would be broadcast, without an error
-            fail(f"{name}.{key}: has the shape {stored.get_shape()} in the files, and"
+            fail(f"{bare}: has the shape {stored.get_shape()} in the files, and"
                  f" {list(param.shape)} in the model that config.json describes")
+        if stored.get_dtype() not in ("BF16", "F16", "F32"):  # codes, which need their scales
+            fail(f"{bare}: is {stored.get_dtype()} in the files, so the model is quantized; pass"
+                 " the original model")
         value = stored[...].to(device, DTYPE)
         if isinstance(module, bnb.nn.Linear4bit) and key == "weight":
             # to() quantizes, and leaves the scales in module.quant_state, where forward finds them
@@ -755,13 +774,8 @@ def read_rows(
     """Return the rows of a data set, truncated to --max_seq_len, that have a token in the loss.
     Lines are read in random order until there are `n_needed` rows. Every rank reads all of this,
     and returns the same rows: 16 bytes of host memory per token, on each rank."""
-    data = Path(path).read_bytes()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(data).hexdigest())
-    if len(set(digests)) > 1:  # ranks with different rows would train wrongly, without an error
-        fail(f"{path}: not the same file on all machines")
     # as bytes: str.splitlines() also splits at characters such as U+2028
-    lines = list(enumerate(data.splitlines(), start=1))
+    lines = list(enumerate(Path(path).read_bytes().splitlines(), start=1))
     random.Random(SEED).shuffle(lines)
     rows: list[Row] = []
     columns: set[str] = set()
@@ -815,6 +829,23 @@ def rows_of_all_steps(rows: list[Row], args: Namespace) -> list[Row]:
     for epoch in range(math.ceil(n_rows / len(rows))):
         all_rows += random.Random(SEED + epoch).sample(rows, len(rows))
     return all_rows[:n_rows]
+
+
+def check_same_on_all_ranks(rows: list[Row], args: Namespace) -> None:
+    """Refuse rows and flags that differ between ranks: they would train wrongly, without an error.
+    A machine may have another file, tokenizer or command, or an edit of encode() may draw random
+    numbers without a seed."""
+    paths = ("model", "dataset", "eval_dataset", "output_dir")  # may differ between machines
+    flags = {name: value for name, value in vars(args).items() if name not in paths}
+    digest = hashlib.sha256(repr(flags).encode())
+    for row in rows:
+        for tensor in row:
+            digest.update(tensor.numpy())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    if len(set(digests)) > 1:
+        fail("the ranks have different rows or flags: every machine needs the same data, tokenizer"
+             " and flags, and encode() must return the same rows on every rank")
 
 
 def check_example(example: dict[str, Any]) -> None:
@@ -1013,7 +1044,7 @@ if __name__ == "__main__":
 #         (transformers.modeling_layers)
 #     forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
 #     parameters named as in the files; only the prefixes that bare_name() removes may differ
-#     nn.Linear itself in its layers: a subclass would be replaced, and lose its own forward()
+#     nn.Linear itself in its layers: a subclass is refused, because its forward() would be lost
 #
 # USE HSDP, where each machine has the whole model: add this to what fsdp_policy() returns,
 #

@@ -30,6 +30,9 @@ class RandomTensor:
     def get_shape(self):
         return list(self.shape)
 
+    def get_dtype(self):
+        return "BF16"
+
     def __getitem__(self, _):
         value = torch.ones(self.shape, dtype=torch.bfloat16, device=DEVICE)
         if len(self.shape) > 1:

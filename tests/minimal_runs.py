@@ -5,6 +5,7 @@ how it is to compute."""
 import ast
 import contextlib
 import io
+import random
 import re
 import shutil
 import sys
@@ -292,15 +293,34 @@ def edited(name):
     return [(script, name, function) for name, function in found.items()]
 
 
-def rank_1_has_other_rows():
+def rank_1_has(**values):
     parse_args = script.parse_args
 
     def parse():
         args = parse_args()
-        args.dataset = "five.jsonl" if dist.get_rank() else args.dataset
+        if dist.get_rank() == 1:
+            vars(args).update(values)
         return args
 
     return [(script, "parse_args", parse)]
+
+
+def rank_1_has_other_rows():
+    return rank_1_has(dataset="five.jsonl")
+
+
+def rank_1_has_another_rate():
+    return rank_1_has(learning_rate=2e-2)
+
+
+def encode_draws():
+    """As an edit of encode() may: without a seed, so differently on each rank."""
+    encode, draw = script.encode, random.Random(dist.get_rank())
+
+    def prompted(example, tokenizer):
+        return encode({"text": draw.choice("ab") + example["text"]}, tokenizer)
+
+    return [(script, "encode", prompted)]
 
 
 class OwnConfig(PreTrainedConfig):
@@ -364,6 +384,24 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids)) * self.scale)
 
 
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.relu())
+
+
+def own_linear():
+    """After own_class: its layers have a linear with a forward of its own."""
+    build = OwnForCausalLM._from_config
+
+    def from_config(*args, **kwargs):
+        model = build(*args, **kwargs)
+        model.model.layers[0].up.__class__ = OwnLinear
+        return model
+
+    auto_class = types.SimpleNamespace(from_config=from_config)
+    return [(script, "AutoModelForCausalLM", auto_class)]
+
+
 def own_class():
     auto_class = types.SimpleNamespace(from_config=OwnForCausalLM._from_config)
     return [(script, "AutoConfig", OwnConfig), (script, "AutoModelForCausalLM", auto_class)]
@@ -371,5 +409,5 @@ def own_class():
 
 PATCHES = {patch.__name__: patch for patch in (
     in_fp32, one_by_one, lora_in_bf16, copies_as_on_cuda, norm_is_trained, lm_head_is_unfrozen,
-    norm_is_not_read, own_class, rank_1_has_other_rows,
-    evaluated_first, killed_while_saving)}
+    norm_is_not_read, own_class, own_linear, rank_1_has_other_rows, rank_1_has_another_rate,
+    encode_draws, evaluated_first, killed_while_saving)}

@@ -151,12 +151,21 @@ def base(tmp_path_factory, demo_directory, wanted):
     name = next(name for name in weights if name.endswith("q_norm.weight"))
     weights[name] = weights[name][:1].clone()
     save_file(weights, directory / "cut" / "model.safetensors", {"format": "pt"})
+    weights = load_file(directory / "qwen3" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    shutil.copytree(directory / "qwen3", directory / "fp8")
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)},
+              directory / "fp8" / "model.safetensors", {"format": "pt"})
+    edit_config(shutil.copytree(directory / "qwen3", directory / "tied"), tie_word_embeddings=True)
+    edit_config(shutil.copytree(directory / "qwen3", directory / "same_head"),
+                tie_word_embeddings=True)
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+              directory / "same_head" / "model.safetensors", {"format": "pt"})
+    edit_config(shutil.copytree(directory / "qwen3", directory / "encoder"), is_causal=False)
     shutil.copytree(directory / "qwen3", directory / "twice")
     shutil.copy(directory / "twice/model.safetensors", directory / "twice/model-2.safetensors")
-    shutil.copytree(directory / "qwen3", directory / "quantized")
-    config = json.loads((directory / "qwen3" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (directory / "quantized" / "config.json").write_text(json.dumps(config))
+    edit_config(shutil.copytree(directory / "qwen3", directory / "quantized"),
+                quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     draw, words = random.Random(3), "what is the answer to this plus minus times 1 2 3 4 5".split()
     texts = [" ".join(draw.choices(words, k=draw.randint(3, 30))) for _ in range(24)]
     rows = [{"text": text} for text in texts]
@@ -183,6 +192,11 @@ def base(tmp_path_factory, demo_directory, wanted):
     zeros = {name: torch.zeros_like(value) for name, value in load_file(path).items()}
     save_file(zeros, path, {"format": "pt"})
     return directory
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def write_jsonl(path, rows):
@@ -283,6 +297,11 @@ RUNS = {  # name: (processes, what the job has)
     "quantized": (2, {"argv": flags("quantized", "x")}),
     "twice": (2, {"argv": flags("twice", "x")}),
     "cut": (2, {"argv": flags("cut", "x")}),
+    "fp8": (2, {"argv": flags("fp8", "x")}),
+    "tied": (2, {"argv": flags("tied", "x")}),
+    "same head": (2, {"argv": flags("same_head", "x", "--max_steps", 1)}),
+    "encoder": (2, {"argv": flags("encoder", "x")}),
+    "own linear": (2, {"argv": flags("own", "x"), "with": ["own_class", "own_linear"]}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
     "no rate": (2, {"argv": flags("llama", "x", "--learning_rate", "nan")}),
@@ -292,6 +311,8 @@ RUNS = {  # name: (processes, what the job has)
     "no gradient": (2, {"argv": flags("zeros", "x")}),
     "no file": (2, {"argv": flags("llama", "x", rows="none.jsonl")}),
     "other rows": (2, {"argv": flags("llama", "x"), "with": ["rank_1_has_other_rows"]}),
+    "other rates": (2, {"argv": flags("llama", "x"), "with": ["rank_1_has_another_rate"]}),
+    "random rows": (2, {"argv": flags("llama", "x"), "with": ["encode_draws"]}),
     "null rows": (2, {"argv": flags("llama", "x", rows="null.jsonl")}),
     "no directory": (2, {"argv": flags("llama", "taken")}),
     "a file": (2, {"argv": flags("llama", "odd.jsonl")}),
@@ -577,6 +598,10 @@ def test_check_loaded_finds(run, words, runs):
     ("quantized", "--model quantized: is already quantized; pass the original model"),
     ("twice", "twice: its files have two tensors "),
     ("cut", "q_norm.weight: has the shape [1] in the files, and [64] in the model that config"),
+    ("fp8", "down_proj.weight: is F8_E4M3 in the files, so the model is quantized; pass the"),
+    ("tied", "config.json ties lm_head.weight to embed_tokens.weight, but they differ in the"),
+    ("encoder", "--model encoder: its attention is not causal"),
+    ("own linear", "layers.0.up is a OwnLinear, whose own forward() would be lost"),
     ("too long", "--max_seq_len 1000000: the model is made for "),
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected a model as on the Hub: config.json,"),
@@ -585,7 +610,9 @@ def test_check_loaded_finds(run, words, runs):
     ("no batch", "--batch_size 0: must be above 0 and finite"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
-    ("other rows", "text.jsonl: not the same file on all machines"),
+    ("other rows", "the ranks have different rows or flags: every machine needs the same data"),
+    ("other rates", "the ranks have different rows or flags"),
+    ("random rows", "the ranks have different rows or flags"),
     ("null rows", "null.jsonl, line 1: DataError: expected either text or messages, not a line"),
     ("no directory", "--output_dir taken: already has an adapter"),
     ("a file", "--output_dir odd.jsonl: File exists"),
@@ -596,6 +623,11 @@ def test_check_loaded_finds(run, words, runs):
 def test_one_line_says_what_is_wrong(run, words, runs):
     *_, line, last = runs(run)[0].splitlines()
     assert line.startswith("error: ") and words in line and last == "SystemExit: 1"
+
+
+def test_tied_lm_head_may_be_stored(runs):
+    text, _ = runs("same head")
+    assert len(losses(text)) == 1 and "are not used" not in text
 
 
 def test_stored_tensors_that_no_module_has_are_named(runs):
@@ -742,7 +774,8 @@ UNREAD = {
     "tools": {"tools": [{"type": "function"}]}, "a system message apart": {"system": "Be brief."},
     "variables": {"chat_template_kwargs": {"enable_thinking": False}},
     "a completion": {"completion": "1"}, "a bad answer": {"label": False},
-    "LLaMA-Factory's label": {"kto_tag": False}, "a system prompt": {"system_prompt": "Be brief."},
+    "LLaMA-Factory's label": {"kto_tag": False}, "images": {"images": ["1.png"]},
+    "a system prompt": {"system_prompt": "Be brief."},
     "functions": {"functions": [{"name": "f"}]}}
 UNREAD_IN_MESSAGES = {
     "weight": {"weight": 0}, "train": {"train": False}, "a call": {"tool_calls": []},
