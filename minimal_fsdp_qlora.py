@@ -226,8 +226,10 @@ def check_args(args: Namespace) -> None:
             fail(f"{path}: no such file")  # now, not after a download
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fail now, not after training
-    except OSError as e:
-        fail(f"--output_dir {args.output_dir}: {e.strerror}")
+    except OSError as error:
+        fail(f"--output_dir {args.output_dir}: {error.strerror}")
+    if Path(args.output_dir).resolve() == Path(args.model).resolve():
+        fail(f"--output_dir {args.output_dir}: is the model's directory")
     if Path(args.output_dir, "adapter_model.safetensors").exists():
         fail(f"--output_dir {args.output_dir}: already has an adapter")
 
@@ -270,11 +272,14 @@ def find_model(args: Namespace) -> Path:
 def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftModel:
     """Build the model on meta, which needs almost no memory. The linears of its decoder layers
     become 4-bit linears with LoRA. The embedding, the norms and the lm_head stay in bf16."""
-    config = AutoConfig.from_pretrained(model_dir)
-    check_config(config, args)
-    # buffers such as rotary frequencies get their values here, because no file has them
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        check_config(config, args)
+        # buffers such as rotary frequencies get their values here, because no file has them
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    except ValueError as error:  # a model type that transformers lacks, or that is no causal LM
+        fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     choose_attention(model, device)
     check_decoder(model.get_decoder(), args.model)
     in_layers = set(model.get_decoder().layers.modules())
@@ -297,7 +302,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
 
 
 def check_config(config: PreTrainedConfig, args: Namespace) -> None:
-    """Refuse what config.json alone shows. check_decoder() and open_weights() refuse the rest."""
+    """Refuse what config.json alone shows. check_decoder(), open_weights() and load_module() refuse
+    the rest."""
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is already quantized; pass the original model")
     if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
@@ -331,6 +337,10 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     else:
         model.set_attn_implementation("flash_attention_2")
         reason = "flash-attn is installed"
+    # transformers 5.20 gives Gemma 2 SDPA, which ignores the cap of its attention scores
+    has_cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if has_cap and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
     log(f"attention: {model.config._attn_implementation} ({reason})")
 
 
@@ -431,7 +441,11 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
                 handles[name][...], handles[first][...]):
             fail(f"{model_dir}: config.json ties {name} to {first}, but they differ in the files;"
                  " transformers would not tie them: set tie_word_embeddings to false there")
-    if unused := sorted(set(handles) - in_model):
+    unused = sorted(set(handles) - in_model)
+    for name in unused:
+        if re.fullmatch(r"layers\..*\.(weight|bias)", name):
+            fail(f"{model_dir}: its files have {name}, which the model of config.json lacks")
+    if unused:
         log(f"{model_dir}: {len(unused):,} tensors are not used: {', '.join(unused[:5])}")
     return handles
 
@@ -626,8 +640,9 @@ def micro_batches(batch: list[Row], args: Namespace) -> Iterator[list[Row]]:
 
 
 def count_loss_tokens(rows: list[Row]) -> float:
-    """Return the number of tokens in the loss of these rows, which is the loss's divisor.
-    read_rows() leaves out each row for which this function returns 0."""
+    """Return the number of tokens in the loss of these rows, which is the loss's divisor. (With
+    weights, see Recipes, it is their sum, hence float.) read_rows() leaves out each row for which
+    this function returns 0."""
     # from 1: nothing predicts the first token
     return sum((row.labels[1:] != IGNORE_INDEX).sum().item() for row in rows)
 
@@ -899,7 +914,8 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this model has none: name its instruct"
                          " model, or write text")
-    messages = example["messages"]
+    # without a message's keys that are null: before transformers 5.24 a template would see them
+    messages = [{"role": m["role"], "content": m["content"]} for m in example["messages"]]
     # from 1: a first message that is an answer has no prompt, and is not trained
     return [encode_answer(messages[:i], messages[i], tokenizer)
             for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
@@ -1087,6 +1103,7 @@ if __name__ == "__main__":
 #
 # LOG TO WANDB: in main(), after init_distributed(),
 #
+#     import wandb  # at the top of the file
 #     if dist.get_rank() == 0:
 #         wandb.init()
 #

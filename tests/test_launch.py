@@ -158,6 +158,24 @@ def test_a_stop_by_the_clock_is_the_last_word(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_ends_slowly_does_not_change_the_exit_code(start, tree, tmp_path):
+    """torchrun sends it SIGTERM, because the other has stopped, when it no longer hears signals."""
+    script = tree / "train_fsdp_qlora.py"
+    whole = script.read_text()
+    line = "    end_process(main())\n"
+    assert line in whole
+    slow = ('    code = main()\n    if os.environ["RANK"] == "0":\n        time.sleep(3)\n'
+            "    end_process(code)\n")  # fmt: skip
+    try:
+        script.write_text(whole.replace(line, "    import os, time\n" + slow))
+        lines, code = end(start("--max_steps", 100_000, "--max_minutes", 0.3), tmp_path)
+    finally:
+        script.write_text(whole)
+    assert code == EXIT_RESUMABLE
+    assert lines[-1].startswith("stopped: --max_minutes 0.3 are over, after step ")
+
+
+@pytest.mark.slow
 def test_report_of_plain_torchrun_ends_with_the_reason(tree):
     """Its thirty lines come, and the line of the rank is the last that has words."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

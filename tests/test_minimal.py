@@ -139,8 +139,14 @@ def base(tmp_path_factory, demo_directory, wanted):
         patch.setitem(FAMILIES["gemma4_text"], "hidden_size_per_layer_input", 64)
         write_model(directory / "gemma4_e", "gemma4_text", tokenizer)
     shutil.copytree(demo_directory / "model", directory / "demo")
-    save_file({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)},
+    save_file({"vision_tower.patches.weight": torch.ones(4)},
               directory / "demo" / "model-more.safetensors")
+    shutil.copytree(demo_directory / "model", directory / "biased")
+    save_file({"model.layers.0.self_attn.q_proj.bias": torch.ones(4)},
+              directory / "biased" / "model-more.safetensors")
+    for model_type in "qwen2_5_vl", "unknown":
+        edit_config(shutil.copytree(demo_directory / "model", directory / model_type),
+                    model_type=model_type)
     shutil.copytree(directory / "llama", directory / "lacking")
     index = directory / "lacking" / "model.safetensors.index.json"
     (index.parent / json.loads(index.read_text())["weight_map"]["model.norm.weight"]).unlink()
@@ -301,6 +307,10 @@ RUNS = {  # name: (processes, what the job has)
     "tied": (2, {"argv": flags("tied", "x")}),
     "same head": (2, {"argv": flags("same_head", "x", "--max_steps", 1)}),
     "encoder": (2, {"argv": flags("encoder", "x")}),
+    "biased": (2, {"argv": flags("biased", "x")}),
+    "a vision model": (2, {"argv": flags("qwen2_5_vl", "x")}),
+    "another type": (2, {"argv": flags("unknown", "x")}),
+    "the model's directory": (2, {"argv": flags("llama", "llama")}),
     "own linear": (2, {"argv": flags("own", "x"), "with": ["own_class", "own_linear"]}),
     "odd rows": (2, {"argv": flags("llama", "x", rows="odd.jsonl")}),
     "no batch": (2, {"argv": flags("llama", "x", "--batch_size", 0)}),
@@ -601,6 +611,10 @@ def test_check_loaded_finds(run, words, runs):
     ("fp8", "down_proj.weight: is F8_E4M3 in the files, so the model is quantized; pass the"),
     ("tied", "config.json ties lm_head.weight to embed_tokens.weight, but they differ in the"),
     ("encoder", "--model encoder: its attention is not causal"),
+    ("biased", "its files have layers.0.self_attn.q_proj.bias, which the model of config.json"),
+    ("a vision model", "--model qwen2_5_vl: Unrecognized configuration class"),
+    ("another type", "--model unknown: The checkpoint you are trying to load has model type"),
+    ("the model's directory", "--output_dir llama: is the model's directory"),
     ("own linear", "layers.0.up is a OwnLinear, whose own forward() would be lost"),
     ("too long", "--max_seq_len 1000000: the model is made for "),
     ("no model", "--model none: no such directory, and the download failed: "),
@@ -632,7 +646,7 @@ def test_tied_lm_head_may_be_stored(runs):
 
 def test_stored_tensors_that_no_module_has_are_named(runs):
     text, _ = runs("too fast")
-    assert "demo: 1 tensors are not used: layers.0.self_attn.q_proj.bias\n" in text
+    assert "demo: 1 tensors are not used: vision_tower.patches.weight\n" in text
     assert not any("are not used" in runs(family)[0] for family in ("llama", "qwen3"))
 
 
@@ -844,6 +858,25 @@ def test_heads_too_wide_for_flash_attention_use_the_models_default(width, reason
             pytest.skip("flash-attn is installed")
         minimal_fsdp_qlora.choose_attention(model, torch.device("cuda"))
     assert f"attention: sdpa ({reason}" in capsys.readouterr().out
+
+
+def test_capped_attention_does_not_run_by_sdpa(capsys):
+    """Which ignores the cap; transformers 5.20 chooses it for Gemma 2."""
+    with torch.device("meta"), one_process():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES))
+        model.config._attn_implementation = "sdpa"
+        minimal_fsdp_qlora.choose_attention(model, torch.device("cpu"))
+    assert "attention: eager (no GPU)" in capsys.readouterr().out
+
+
+def test_templates_see_no_key_that_is_null(base, monkeypatch):
+    """transformers leaves them out from 5.24 on; what is looked at is what the template gets."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "llama")
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "4"}]
+    monkeypatch.setattr(minimal_fsdp_qlora, "encode_answer", lambda *messages_and_tokenizer:
+                        messages_and_tokenizer)
+    row = {"messages": [{**message, "name": None, "tool_calls": None} for message in talk]}
+    assert minimal_fsdp_qlora.encode(row, tokenizer) == [(talk[:1], talk[1], tokenizer)]
 
 
 def test_mamba_layers_are_refused_beside_mamba_ssm(tmp_path, monkeypatch, capsys):

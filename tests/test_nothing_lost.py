@@ -1477,6 +1477,15 @@ def test_hangup_under_nohup_is_not_heard():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_signals_are_harmless_until_the_watch_is_closed(monkeypatch):
+    """torchrun sends SIGTERM as soon as another rank has stopped."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    with watch_process() as status:
+        monkeypatch.setattr(status.lock, "close", lambda: seen.append(
+            signal.getsignal(signal.SIGTERM)))
+    assert len(seen) == 1 and seen != [before] and signal.getsignal(signal.SIGTERM) == before
+
+
 def test_older_checkpoints_stay_where_the_newest_is_not_whole(again, cut, monkeypatch):
     write_checkpoint = checkpoints.write_checkpoint
 

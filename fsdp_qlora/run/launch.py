@@ -62,14 +62,15 @@ def report_failure(failures: dict[int, ProcessFailure]) -> int:
     """Print why a run has ended, if no rank has. `failures`: {rank: how it failed}. Returns the
     exit code."""
     def order(rank: int) -> tuple[bool, int]:
-        # failures before ranks that only stopped
-        return failures[rank].exitcode == EXIT_RESUMABLE, failures[rank].timestamp
+        # failures before ranks that stopped, or that torchrun ended because another rank had
+        code = failures[rank].exitcode
+        return code == EXIT_RESUMABLE or -code in SIGNALS, failures[rank].timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
     code, name = failure.exitcode, failure.signal_name()
     if os.path.isfile(failure.error_file):  # written by tell_torchrun(): the rank has printed why
-        return code
+        return EXIT_RESUMABLE if -code in SIGNALS else code
     if -code in SIGNALS:
         print_error(f"stopped: {name} before training began; the same command resumes it")
         return EXIT_RESUMABLE

@@ -45,12 +45,13 @@ def watch_process() -> Iterator[Status]:
         yield status
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         send.close()
         thread.join()
         receive.close()
         status.lock.close()
+        # last: torchrun sends SIGTERM to this rank as soon as another has stopped
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def watch(receive: socket.socket, status: Status) -> None:
