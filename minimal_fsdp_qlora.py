@@ -26,8 +26,8 @@ has `layers` and their files name each tensor as the model does. It refuses, in 
 
 A line of the data set is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
 "content": "..."}]}, where only the assistant's answers are in the loss, or {"text": "..."}, where
-every token is. Without torchrun the file runs as one process on one GPU: 24 GB are enough for a 70B
-with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
+every token but the first is. Without torchrun the file runs as one process on one GPU: 24 GB are
+enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
 
     to change                                     edit (*: see Recipes, at the end of this file)
     flags                                         parse_args(), check_args()
@@ -124,11 +124,13 @@ WARMUP_FRACTION = 0.03  # fraction of all steps
 # vocabulary has 128k tokens
 LOSS_CHUNK = 1024
 IGNORE_INDEX = -100  # label of a token that is not in the loss
-# keys of a line by which other trainers and chat templates change the training
+# keys in the data set that other trainers or chat templates act on, and this file does not: a line
+# where one has a value is refused
 UNHANDLED_WITH_TEXT = ("weight", "image", "images", "video", "videos", "audio", "audios")
 UNHANDLED_WITH_MESSAGES = (
     *UNHANDLED_WITH_TEXT, "system", "system_prompt", "tools", "functions", "documents",
-    "chat_template_kwargs", "completion", "chosen", "rejected", "label", "kto_tag", "train")
+    "chat_template_kwargs", "enable_thinking", "completion", "chosen", "rejected", "label",
+    "kto_tag", "train")
 
 
 class Row(NamedTuple):
@@ -373,9 +375,10 @@ def load_and_shard(
 ) -> None:
     """Read, quantize and shard one decoder layer after the other, then the rest of the model.
 
-    So while the model loads, the only unsharded weights on a GPU are the layer that is being
-    loaded, with the copies that shard_layer() compares, and at the end the embedding and lm_head
-    (4 GiB for a 70B).
+    Why not from_pretrained(quantization_config=...): it would put the whole 4-bit model on every
+    GPU before it can be sharded, 37 GiB for a 70B. Here the only unsharded weights on a GPU are the
+    layer that is being loaded, with the copies that shard_layer() compares, and at the end the
+    embedding and lm_head (4 GiB for a 70B).
 
     Every rank reads and quantizes every layer as a whole. It then keeps 1/world_size of the layer:
     on the GPU, or in host memory with --offload. A layer is an FSDP unit: all ranks gather it as a
@@ -415,9 +418,9 @@ def load_and_shard(
 
 
 def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
-    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor. This is
-    not from_pretrained(), so transformers' renamings and conversions of tensors (those of its
-    conversion_mapping.py) are not applied."""
+    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor.
+    transformers' renamings and conversions of tensors (its conversion_mapping.py), which
+    from_pretrained() would apply, are not applied."""
     handles = {}
     for path in sorted(model_dir.glob("model*.safetensors")):
         file = safe_open(path, "pt")
@@ -439,8 +442,9 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
         first = first_names.setdefault(param, name)
         if name != first and name in handles and not torch.equal(
                 handles[name][...], handles[first][...]):
-            fail(f"{model_dir}: config.json ties {name} to {first}, but they differ in the files;"
-                 " transformers would not tie them: set tie_word_embeddings to false there")
+            fail(f"{model_dir}: config.json ties {name} to {first}, but they differ in the files,"
+                 " where transformers would not tie them: set tie_word_embeddings to false in"
+                 " config.json")
     unused = sorted(set(handles) - in_model)
     for name in unused:
         if re.fullmatch(r"layers\..*\.(weight|bias)", name):
@@ -673,9 +677,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits [tokens, vocabulary]. LOSS_CHUNK tokens are computed at a time, and checkpoint()
     recomputes each chunk in backward, so that only one chunk is ever in fp32."""
 
-    def chunk_losses(chunk: Tensor, its_targets: Tensor) -> Tensor:
+    def chunk_losses(chunk_logits: Tensor, chunk_targets: Tensor) -> Tensor:
         return F.cross_entropy(
-            chunk.float(), its_targets, ignore_index=IGNORE_INDEX, reduction="none")
+            chunk_logits.float(), chunk_targets, ignore_index=IGNORE_INDEX, reduction="none")
 
     chunks = zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True)
     return torch.cat([checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks])
@@ -806,7 +810,10 @@ def read_rows(
         try:
             example = json.loads(line)
             encoded = encode(example, tokenizer)
-        except (DataError, json.JSONDecodeError, UnicodeDecodeError, TemplateError) as error:
+        except json.JSONDecodeError as error:
+            fail(f"{path}, line {number}: not JSON at column {error.colno}: {error.msg}; expected"
+                 " JSONL, a whole object in each line")
+        except (DataError, UnicodeDecodeError, TemplateError) as error:
             fail(f"{path}, line {number}: {type(error).__name__}: {error}")
         except Exception as error:  # perhaps a mistake in an edit: keep the traceback
             raise RuntimeError(f"{path}, line {number}") from error
@@ -826,9 +833,10 @@ def read_rows(
     log(f"{path}: {len(rows):,} rows from {n_read:,} of {len(lines):,} lines (columns:"
         f" {', '.join(sorted(columns))}); {n_truncated:,} truncated to --max_seq_len, {n_dropped:,}"
         " left out (empty, or nothing in the loss within --max_seq_len)")
-    in_loss = rows[0].labels[rows[0].labels != IGNORE_INDEX]
-    log(f"first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
-        f" {tokenizer.decode(in_loss)[:500]!r}")
+    labels = rows[0].labels[1:]  # nothing predicts the first token
+    in_loss = tokenizer.decode(labels[labels != IGNORE_INDEX])
+    log(f"{path}: first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
+        f" {in_loss[:500]!r}")
     return rows
 
 
@@ -905,7 +913,7 @@ def encode(example: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[
     # if your data set has other columns, convert a line here, for example:
     #     example = {"messages": [{"role": "user", "content": example["prompt"]}, ...]}
     # check_example() then no longer sees, or refuses, the columns that you leave out
-    if isinstance(example, dict):  # datasets' to_json() writes null for what a row lacks
+    if isinstance(example, dict):  # Dataset.to_json() writes null for what a row lacks
         example = {key: value for key, value in example.items() if value is not None}
     check_example(example)
     if "text" in example:

@@ -620,7 +620,7 @@ def test_check_loaded_finds(run, words, runs):
     ("no model", "--model none: no such directory, and the download failed: "),
     ("a GGUF", "--model gguf: has no config.json; expected a model as on the Hub: config.json,"),
     ("odd rows", "odd.jsonl, line 2: DataError: expected either text or messages, not prompt"),
-    ("broken rows", "broken.jsonl, line 3: JSONDecodeError: "),
+    ("broken rows", "broken.jsonl, line 3: not JSON at column 10: Unterminated string"),
     ("no batch", "--batch_size 0: must be above 0 and finite"),
     ("no rate", "--learning_rate nan: must be above 0"),
     ("no file", "none.jsonl: no such file"),
@@ -787,6 +787,7 @@ def test_rows(base):
 UNREAD = {
     "tools": {"tools": [{"type": "function"}]}, "a system message apart": {"system": "Be brief."},
     "variables": {"chat_template_kwargs": {"enable_thinking": False}},
+    "a variable": {"enable_thinking": False},
     "a completion": {"completion": "1"}, "a bad answer": {"label": False},
     "LLaMA-Factory's label": {"kto_tag": False}, "images": {"images": ["1.png"]},
     "a system prompt": {"system_prompt": "Be brief."},
