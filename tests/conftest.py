@@ -197,6 +197,14 @@ def needs_ranks(nproc):
         pytest.skip(f"{nproc} ranks on {torch.cuda.device_count()} GPUs")
 
 
+def needs_model_type(name):
+    """The oldest transformers that is allowed lacks some."""
+    from transformers import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+
+
 @contextlib.contextmanager
 def one_process():
     """What prepare_rows and others that speak to all ranks need, here."""

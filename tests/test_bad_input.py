@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SIZES, one_process
+from conftest import ROOT, SIZES, needs_model_type, one_process
 from families import TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -384,6 +384,7 @@ def test_model_type_that_the_table_lacks_is_refused_with_what_it_has(
     ids=lambda value: str({**value, "model_type": 0}) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_settings_that_no_family_can_express_are_refused(start, model, settings, words):
+    needs_model_type(settings.get("model_type", "llama"))
     (model / "config.json").write_text(json.dumps({**SMALL, **settings}))
     refused(MODEL, start(model, "--random_weights"), f"--model {model}", *words)
 

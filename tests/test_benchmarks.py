@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, encode_file, one_process
+from conftest import ROOT, encode_file, needs_model_type, one_process
 from patching import parse_config
 
 from fsdp_qlora.data.load_tokenizer import load_tokenizer
@@ -96,6 +96,8 @@ def parsed(name, directory):
 
 @pytest.mark.parametrize("name", [name for name, c in bench.CASES.items() if not c["minimal"]])
 def test_flags_are_the_scripts(name, tmp_path):
+    if name.startswith("lfm3"):
+        needs_model_type("lfm3")
     chosen, config, arch = parsed(name, tmp_path)
     hidden, inner, layers, heads, kv_heads, vocab = bench.BUILTIN_CONFIGS[chosen["model"]]
     assert (arch.n_layers, arch.hidden_size, arch.down[0].in_features, arch.n_heads,

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import math
 import sys
@@ -24,6 +25,8 @@ from families import make_model as make_whole
 from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from test_released import CONFIGS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridRMSNormGated)
 
 from conftest import segments_of
 from fsdp_qlora.checks import compare_with_transformers as check
@@ -330,6 +333,9 @@ SLICED_SHAPES = "one head", "a window of one token", "one head of keys of the de
     for shape in BUILTIN_CONFIGS for kept in QUICK])
 def test_shapes_equal_transformers_and_peft(shape, kept, monkeypatch):
     name, fields, settings = BUILTIN_CONFIGS[shape]
+    if shape == "a group for each head" and "group_size" not in inspect.signature(
+            GraniteMoeHybridRMSNormGated.__init__).parameters:  # transformers 5.20
+        pytest.skip("its norm takes no groups, as if there were one")
     assert_equal(kept, monkeypatch, name, fields=tuple(fields.items()), **settings)
 
 

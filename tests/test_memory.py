@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICE, one_process
+from conftest import DEVICE, needs_model_type, one_process
 from families import TINY
 from test_benchmarks import bench
 from transformers import AutoModelForCausalLM
@@ -235,6 +235,8 @@ def choose(name, limit_gib, gpus=2, machine=H200, why_no_capture="", rows=4, lon
 @pytest.mark.parametrize("name, layers, peak, speed, settings, bandwidth", [
     *((*row, 4e12) for row in MEASURED), *((*row, 3e12) for row in ON_H100)])  # fmt: skip
 def test_prediction_is_near_what_was_measured(name, layers, peak, speed, settings, bandwidth):
+    if name.startswith("lfm3"):
+        needs_model_type("lfm3")
     is_long = LONG_ROW.items() <= settings.items()
     _, arch, specs = shapes_of(name, layers, **({"lora_rank": 32} if is_long else {}))
     plan = predicted(arch, specs, **settings)

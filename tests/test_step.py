@@ -194,9 +194,12 @@ def load_reference(directory, kind, skipped=None, dora=False, **settings):
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skipped,
     )  # fmt: skip
-    model = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
+    model_config = AutoConfig.from_pretrained(directory)
+    # transformers 5.20 gives Gemma 2 SDPA, which ignores the cap
+    has_cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    model = auto_class(model_config).from_pretrained(
         directory, quantization_config=quantization, dtype=torch.float32,
-        device_map={"": DEVICE},
+        device_map={"": DEVICE}, attn_implementation="eager" if has_cap else None,
     ).dequantize()  # once; the same numbers as at each use  # fmt: skip
     targets = kind if isinstance(kind, list) else TARGETS.get(kind, "all-linear")
     config = LoraConfig(
