@@ -10,7 +10,7 @@ the adapter from PEFT.
         "bitsandbytes>=0.50,<0.51" accelerate
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model Qwen/Qwen3-8B \
         --dataset data.jsonl --output_dir adapter
-    # a 70B on two 24 GB GPUs: 15 GiB on each (measured on H200s limited to 22.5 GiB), and about
+    # a 70B on two 24 GB GPUs: 14 GiB on each (measured on H200s limited to 22.5 GiB), and about
     # 64 GB of host memory in all (estimated)
     torchrun --nproc_per_node=2 minimal_fsdp_qlora.py --model meta-llama/Llama-3.3-70B-Instruct \
         --dataset data.jsonl --output_dir adapter --offload --micro_batch_size 2
