@@ -34,7 +34,7 @@ enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on t
     which linears have LoRA, dropout *            build_model()
     a model class of your own *                   build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS; the adapter fits only this NF4
+    quantization                                  NF4_KWARGS; then use the adapter with the same
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP *                            fsdp_policy(); for HSDP also clip_gradient()
     micro-batches                                 micro_batches()
@@ -304,8 +304,8 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
 
 
 def check_config(config: PreTrainedConfig, args: Namespace) -> None:
-    """Refuse what config.json alone shows. check_decoder(), open_weights() and load_module() refuse
-    the rest."""
+    """Refuse a model or flag that config.json alone rules out. check_decoder(), open_weights() and
+    load_module() refuse the rest."""
     if getattr(config, "quantization_config", None):
         fail(f"--model {args.model}: is already quantized; pass the original model")
     if config.model_type in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"):
@@ -455,11 +455,13 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
 
 
 def bare_name(name: str) -> str:
-    """Return a tensor's name without PEFT's ".base_layer", and without any leading "model." and
-    "language_model.": a model's class and its files may differ in these prefixes. So
-    language_model.model.layers.0 and model.language_model.layers.0 both become layers.0. A leading
-    dot is removed, too: load_module() makes one for the outermost module, whose own name is ""."""
-    return re.sub(r"^\.?((model|language_model)\.)*", "", name.replace(".base_layer", ""))
+    """Return a tensor's name without PEFT's ".base_layer", without any leading "model." and
+    "language_model.", and without the "vision_model." of a vision tower: a model's class and its
+    files may differ in these. So language_model.model.layers.0 and model.language_model.layers.0
+    both become layers.0. A leading dot is removed, too: load_module() makes one for the outermost
+    module, whose own name is ""."""
+    name = name.replace(".base_layer", "").replace("vision_tower.vision_model.", "vision_tower.")
+    return re.sub(r"^\.?((model|language_model)\.)*", "", name)
 
 
 def load_module(
@@ -582,7 +584,7 @@ def train(
     optimizer = bnb.optim.PagedAdamW8bit(shard_copies, lr=args.learning_rate, weight_decay=0.0)
     n_steps = len(train_rows) // args.batch_size
     scheduler = LambdaLR(optimizer, lambda n_done: lr_factor(n_done + 1, n_steps))
-    torch.manual_seed(SEED + dist.get_rank())  # for dropout, if you add it
+    torch.manual_seed(SEED + dist.get_rank())  # for dropout, the model's or yours
     if eval_rows:
         log_eval(0, evaluate(model, eval_rows, args, device))
     for step in range(1, n_steps + 1):
@@ -700,7 +702,7 @@ def evaluate(
     model.train()
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            unit.reshard()  # some would stay gathered until the next backward
+            unit.reshard()  # or embedding and lm_head stay gathered until the next backward
     dist.all_reduce(loss)
     return loss.item() / count_loss_tokens(eval_rows)
 
@@ -877,7 +879,7 @@ def check_example(example: dict[str, Any]) -> None:
         raise DataError("expected an object with text or messages")
     if ("text" in example) == ("messages" in example):
         found = ", ".join(example) or "a line without values"
-        raise DataError(f"expected either text or messages, not {found}")
+        raise DataError(f"expected either text or messages, not {found}: convert it in encode()")
     messages = example.get("messages", [])
     if not isinstance(example.get("text", ""), str):
         raise DataError("expected a string as text")
@@ -1067,7 +1069,7 @@ if __name__ == "__main__":
 #     get_input_embeddings(), and get_decoder(), whose .layers are GradientCheckpointingLayers
 #         (transformers.modeling_layers)
 #     forward(input_ids, **kwargs), which is causal without a mask, and returns .logits
-#     parameters named as in the files; only the prefixes that bare_name() removes may differ
+#     parameters named as in the files; only what bare_name() removes may differ
 #     nn.Linear itself in its layers: a subclass is refused, because its forward() would be lost
 #
 # USE HSDP, where each machine has the whole model: add this to what fsdp_policy() returns,
@@ -1109,9 +1111,8 @@ if __name__ == "__main__":
 #     model.reshard()
 #     log(tokenizer.decode(output_ids[0]))
 #
-# LOG TO WANDB: in main(), after init_distributed(),
+# LOG TO WANDB: import wandb at the top of the file; in main(), after init_distributed(),
 #
-#     import wandb  # at the top of the file
 #     if dist.get_rank() == 0:
 #         wandb.init()
 #
