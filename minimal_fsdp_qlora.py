@@ -186,8 +186,8 @@ def parse_args() -> Namespace:
     parser.add_argument("--batch_size", type=int, default=16,
                         help="rows (texts, or answers) per optimizer step, of all GPUs together")
     parser.add_argument("--micro_batch_size", type=int, default=4,
-                        help="full rows (of max_seq_len tokens) that a GPU computes at once; of"
-                        " shorter rows, as many as fit in the same number of tokens, with padding")
+                        help="rows of max_seq_len tokens that a GPU computes at once: lower it if"
+                        " memory runs out; of shorter rows, more are computed at once")
     parser.add_argument("--max_seq_len", type=int, default=2048,
                         help="tokens per row; the rest of a longer row is dropped")
     parser.add_argument("--save_every", type=int, default=100,
@@ -436,8 +436,8 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
     in_model = {bare_name(name) for name, _ in causal_lm.named_buffers(remove_duplicate=False)}
     first_names: dict[nn.Parameter, str] = {}
     # remove_duplicate=False names a tied lm_head, too: some files store it
-    for name, param in causal_lm.named_parameters(remove_duplicate=False):
-        name = bare_name(name)
+    for full_name, param in causal_lm.named_parameters(remove_duplicate=False):
+        name = bare_name(full_name)
         in_model.add(name)
         first = first_names.setdefault(param, name)
         if name != first and name in handles and not torch.equal(
@@ -575,9 +575,10 @@ def train(
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, and with --offload they are in host memory. So it steps
     # copies of this rank's shards on the GPU, which are copied back below. Paged: if the GPU's
-    # memory is full, CUDA moves the optimizer's state to host memory. torch.optim.AdamW would do,
-    # too, with the same arguments; Muon and Adafactor would silently take a shard for the whole
-    # matrix
+    # memory is full, CUDA moves optimizer state to host memory, but bitsandbytes pages only shards
+    # of 100,000 values or more (with Qwen3-8B, rank 16 and two GPUs: none), and keeps those below
+    # 4,096 in fp32. torch.optim.AdamW would do, too, with the same arguments; Muon and Adafactor
+    # would silently take a shard for the whole matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shard_copies = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
@@ -837,8 +838,8 @@ def read_rows(
         " left out (empty, or nothing in the loss within --max_seq_len)")
     labels = rows[0].labels[1:]  # nothing predicts the first token
     in_loss = tokenizer.decode(labels[labels != IGNORE_INDEX])
-    log(f"{path}: first row: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the loss:"
-        f" {in_loss[:500]!r}")
+    log(f"{path}: first row in random order: {tokenizer.decode(rows[0].ids)[:500]!r}; of it in the"
+        f" loss: {in_loss[:500]!r}")
     return rows
 
 
@@ -965,7 +966,8 @@ def render_answer(
     text = render([*prompt_messages, answer], tokenizer)
     if not text.startswith(prompt):
         raise DataError(f"the chat template's prompt ends with {prompt[-40:]!r}, but the text with"
-                         " the answer does not continue it")
+                         " the answer does not continue it: set tokenizer.chat_template in main()"
+                         " to a template without this mismatch, and serve the adapter with it")
     answer_text = text.removeprefix(prompt)
     # render() does not check the reasoning before </think>, because templates drop that of earlier
     # answers. This answer is trained with its reasoning, so every part must be there
@@ -1051,7 +1053,7 @@ if __name__ == "__main__":
 # modules_to_save, because only LoRA is initialized and saved.
 #
 # BEGIN WITH AN EXISTING ADAPTER, but not by PeftModel.from_pretrained(), whose values init_lora()
-# would overwrite. Add at its end
+# would overwrite. Add at the end of init_lora()
 #
 #     file = safe_open("adapter/adapter_model.safetensors", "pt")
 #     for part in ("lora_A", "lora_B"):
