@@ -34,7 +34,7 @@ enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on t
     which linears have LoRA, dropout *            build_model()
     a model class of your own *                   build_model()
     attention, activation checkpointing           choose_attention(), build_model()
-    quantization                                  NF4_KWARGS; then use the adapter with the same
+    quantization *                                NF4_KWARGS; use the adapter with the same values
     FSDP units, what is gathered when             shard_layer(), load_and_shard()
     offloading, HSDP *                            fsdp_policy(); for HSDP also clip_gradient()
     micro-batches                                 micro_batches()
@@ -125,7 +125,7 @@ WARMUP_FRACTION = 0.03  # fraction of all steps
 LOSS_CHUNK = 1024
 IGNORE_INDEX = -100  # label of a token that is not in the loss
 # keys in the data set that other trainers or chat templates act on, and this file does not: a line
-# where one has a value is refused
+# that has a value for any of them is refused
 UNHANDLED_WITH_TEXT = ("weight", "image", "images", "video", "videos", "audio", "audios")
 UNHANDLED_WITH_MESSAGES = (
     *UNHANDLED_WITH_TEXT, "system", "system_prompt", "tools", "functions", "documents",
@@ -280,7 +280,7 @@ def build_model(args: Namespace, model_dir: Path, device: torch.device) -> PeftM
         # buffers such as rotary frequencies get their values here, because no file has them
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    except ValueError as error:  # a model type that transformers lacks, or that is no causal LM
+    except ValueError as error:  # no causal LM, or a model type or config.json that it rejects
         fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     choose_attention(model, device)
     check_decoder(model.get_decoder(), args.model)
@@ -349,10 +349,11 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
 def check_decoder(decoder: nn.Module, model_name: str) -> None:
     """Refuse models that this file would train wrongly, or quantize differently from transformers.
 
-    - Experts (MoE). As weights with three dimensions they would stay in bf16, without LoRA. As
-      linears, one that gets no token on a rank has no gradient there, and the reduce-scatters of
-      the ranks would not match. They are found by name, or by three dimensions outside a
-      convolution. This also finds the gates of RecurrentGemma, which would stay in bf16, too.
+    - Experts (MoE). If all experts are one weight with three dimensions, it would stay in bf16,
+      without LoRA. If each is a linear, an expert that gets no token on a rank has no gradient
+      there, and the reduce-scatters of the ranks would not match. They are found by name, or by
+      three dimensions outside a convolution. This also finds the gates of RecurrentGemma, which
+      would stay in bf16, too.
     - A linear outside the layers, as in Gemma 4 E2B and E4B: it would stay in bf16 here, while
       transformers' load_in_4bit quantizes it, so the adapter would not fit when it is used.
     """
@@ -443,7 +444,7 @@ def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
         if name != first and name in handles and not torch.equal(
                 handles[name][...], handles[first][...]):
             fail(f"{model_dir}: config.json ties {name} to {first}, but they differ in the files,"
-                 " where transformers would not tie them: set tie_word_embeddings to false in"
+                 " so transformers would leave them untied: set tie_word_embeddings to false in"
                  " config.json")
     unused = sorted(set(handles) - in_model)
     for name in unused:
@@ -1122,3 +1123,5 @@ if __name__ == "__main__":
 #
 #     if dist.get_rank() == 0:
 #         wandb.log({"loss": loss.item()}, step=step)
+#
+# In log_eval() likewise.
