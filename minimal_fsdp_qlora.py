@@ -26,8 +26,8 @@ has `layers` and their files name each tensor as the model does. It refuses, in 
 
 A line of the data set is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
 "content": "..."}]}, where only the assistant's answers are in the loss, or {"text": "..."}, where
-every token but the first is. Without torchrun the file runs as one process on one GPU: 24 GB are
-enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
+all tokens but the first are in the loss. Without torchrun the file runs as one process on one GPU:
+24 GB are enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on the CPU.
 
     to change                                     edit (*: see Recipes, at the end of this file)
     flags                                         parse_args(), check_args()
@@ -39,8 +39,8 @@ enough for a 70B with --offload --micro_batch_size 2. Without a GPU it runs on t
     offloading, HSDP *                            fsdp_policy(); for HSDP also clip_gradient()
     micro-batches                                 micro_batches()
     the loss, and what it is divided by *         rows_loss(), cross_entropy(); count_loss_tokens()
-    weight of an answer or a token *              check_example(), encode_answer(), Row, make_row(),
-                                                  count_loss_tokens(), rows_loss()
+    weight of an answer or a token *              check_example(), encode(), encode_answer(), Row,
+                                                  make_row(), count_loss_tokens(), rows_loss()
     optimizer, schedule                           train(), lr_factor()
     initial adapter *                             init_lora()
     evaluation, generated text *                  evaluate(), and where train() calls it
@@ -1101,8 +1101,8 @@ if __name__ == "__main__":
 #     weights = F.pad(weights[:, 1:], (0, 1)).flatten().to(device)
 #     return losses @ weights
 #
-# If the weights are in the data set, check_example() must accept them, and encode_answer() pass
-# them on.
+# If the weights are in the data set, check_example() must accept them, encode() keep them, because
+# it reduces each message to role and content, and encode_answer() pass them to make_row().
 #
 # GENERATE TEXT IN AN EVALUATION. Pass the tokenizer from main() through train() to evaluate(), and
 # add this after its loop over micro-batches, on all ranks and equally often:
