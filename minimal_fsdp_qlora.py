@@ -356,6 +356,7 @@ def check_decoder(decoder: nn.Module, model_name: str) -> None:
       would stay in bf16, too.
     - A linear outside the layers, as in Gemma 4 E2B and E4B: it would stay in bf16 here, while
       transformers' load_in_4bit quantizes it, so the adapter would not fit when it is used.
+    - A subclass of nn.Linear: its own forward() would be lost.
     """
     if not hasattr(decoder, "layers"):
         fail(f"--model {model_name}: its {type(decoder).__name__} has no attribute `layers`")
@@ -419,9 +420,10 @@ def load_and_shard(
 
 
 def open_weights(causal_lm: PreTrainedModel, model_dir: Path) -> dict[str, Any]:
-    """Return {bare name: lazy handle} of the stored tensors. handle[...] reads the tensor.
-    transformers' renamings and conversions of tensors (its conversion_mapping.py), which
-    from_pretrained() would apply, are not applied."""
+    """Return {bare name: lazy handle} of the stored tensors, where handle[...] reads the tensor.
+    Refuse files that do not fit the model: a tensor is missing, stored twice, tied but different,
+    or of a layer that the model lacks. Unlike from_pretrained(), this does not rename or convert
+    tensors (transformers' conversion_mapping.py)."""
     handles = {}
     for path in sorted(model_dir.glob("model*.safetensors")):
         file = safe_open(path, "pt")
@@ -576,10 +578,10 @@ def train(
     """Run the training loop on the rows of all steps, in this order."""
     # bitsandbytes cannot step DTensors, and with --offload they are in host memory. So it steps
     # copies of this rank's shards on the GPU, which are copied back below. Paged: if the GPU's
-    # memory is full, CUDA moves optimizer state to host memory, but bitsandbytes pages only shards
-    # of 100,000 values or more (with Qwen3-8B, rank 16 and two GPUs: none), and keeps those below
-    # 4,096 in fp32. torch.optim.AdamW would do, too, with the same arguments; Muon and Adafactor
-    # would silently take a shard for the whole matrix
+    # memory is full, CUDA moves optimizer state to host memory, but bitsandbytes pages only that of
+    # shards of 100,000 values or more (with Qwen3-8B, rank 16 and two GPUs: none); that of shards
+    # below 4,096 values is in fp32, not 8-bit. torch.optim.AdamW would do, too, with the same
+    # arguments; Muon and Adafactor would silently take a shard for the whole matrix
     dtensors = [p for p in model.parameters()
                 if p.requires_grad and p.to_local().numel()]  # with many ranks a shard can be empty
     shard_copies = [nn.Parameter(p.to_local().detach().to(device, copy=True)) for p in dtensors]
