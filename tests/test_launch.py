@@ -98,25 +98,33 @@ def test_ctrl_c_saves_and_how_to_resume_is_the_last_word(start, tmp_path):
     assert "Traceback" not in "".join(lines)
 
 
-@pytest.mark.slow
-def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
-    script = tree / "train_fsdp_qlora.py"
+@contextlib.contextmanager
+def edited(script, old, new):
+    """The script with `new` in place of `old`, until the `with` body ends."""
     whole = script.read_text()
-    line = "    rows, micro_batches = run.prefetched or rows_of_step(run, step)\n"
-    assert line in whole
-    fault = '    if dist.get_rank() == 1 and step == 2:\n        raise KeyError("planted")\n'
+    assert old in whole
     try:
-        script.write_text(whole.replace(line, fault + line))
-        make = start("--max_steps", 4)
-        lines, code = end(make, tmp_path)
+        script.write_text(whole.replace(old, new))
+        yield
     finally:
         script.write_text(whole)
+
+
+@pytest.mark.slow
+def test_bug_of_a_rank_keeps_its_traceback(start, tree, tmp_path):
+    line = "    rows, micro_batches = run.prefetched or rows_of_step(run, step)\n"
+    fault = '    if dist.get_rank() == 1 and step == 2:\n        raise KeyError("planted")\n'
+    with edited(tree / "train_fsdp_qlora.py", line, fault + line):
+        make = start("--max_steps", 4)
+        lines, code = end(make, tmp_path)
     assert (code, make.returncode) == (EXIT_BUG, 2)
     at = lines.index("KeyError: 'planted'")
     assert any('train_fsdp_qlora.py", line' in line for line in lines[at - 6 : at])
     pattern = r"error: rank 1 on \S+ hit an unexpected error, a bug in this script: KeyError"
     said = [line for line in lines if re.match(pattern, line)]
-    assert len(said) == 1 and len(lines) - lines.index(said[0]) <= 2  # rank 0 may say that it ends
+    # rank 0 may still log the step before, and say that it ends
+    after = lines[lines.index(said[0]) + 1 :] if len(said) == 1 else said
+    assert [line[:8] for line in after] in ([], ["stopped:"], ["step 1/4", "stopped:"])
 
 
 @pytest.mark.slow
@@ -160,17 +168,11 @@ def test_a_stop_by_the_clock_is_the_last_word(start, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_ends_slowly_does_not_change_the_exit_code(start, tree, tmp_path):
     """torchrun sends it SIGTERM, because the other has stopped, when it no longer hears signals."""
-    script = tree / "train_fsdp_qlora.py"
-    whole = script.read_text()
-    line = "    end_process(main())\n"
-    assert line in whole
     slow = ('    code = main()\n    if os.environ["RANK"] == "0":\n        time.sleep(3)\n'
             "    end_process(code)\n")  # fmt: skip
-    try:
-        script.write_text(whole.replace(line, "    import os, time\n" + slow))
+    with edited(tree / "train_fsdp_qlora.py", "    end_process(main())\n",
+                f"    import os, time\n{slow}"):  # fmt: skip
         lines, code = end(start("--max_steps", 100_000, "--max_minutes", 0.3), tmp_path)
-    finally:
-        script.write_text(whole)
     assert code == EXIT_RESUMABLE
     assert lines[-1].startswith("stopped: --max_minutes 0.3 are over, after step ")
 
